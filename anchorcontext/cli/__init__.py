@@ -1,0 +1,68 @@
+"""The ``anchorcontext`` command. A command's module is imported only when it is called.
+
+``cli/common.py`` says how to write a command.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from typing import Any
+
+import click
+
+# In the order in which a run needs them. The module of ``import-gguf`` is ``cli/import_gguf.py``.
+COMMANDS = {
+    "prepare": "Turn a corpus into tokenised, packed windows on disk.",
+    "inspect": "Show one window: documents, positions, mask, layout, who sends what.",
+    "train": "Train; resumes by itself. Run it under torchrun, deepspeed or srun.",
+    "parity": "Compare the distributed run with a single device; exits 1 past tolerance.",
+    "export": "Turn a checkpoint into a plain Hugging Face folder.",
+    "import-gguf": "Turn a GGUF file into a plain Hugging Face folder.",
+    "config": "Check a config and show it resolved, or list every key.",
+}
+
+
+class LazyGroup(click.Group):
+    """A group that lists its commands without importing them: ``--help`` takes milliseconds."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"{__name__}.{cmd_name.replace('-', '_')}")
+        command = module.command
+        assert isinstance(command, click.Command), f"{module.__name__}.command is no click command"
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            near = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}"
+            ctx.fail(f"no command {name!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="anchorcontext", prog_name="anchorcontext")
+def group() -> None:
+    """Distributed long-context training with AnchorAttention.
+
+    Every command takes a YAML file and KEY=VALUE overrides of it:
+
+        anchorcontext train configs/demo.yaml train.steps=20 optimizer.lr=1e-4
+    """
+
+
+def main(*args: Any, **kwargs: Any) -> None:
+    """Entry point of the console script and of ``python -m anchorcontext``."""
+    group(*args, **kwargs)
