@@ -1,0 +1,19 @@
+"""The plan: which rank holds, sends and computes what, as data made once per micro-batch."""
+
+from .batch import EXCHANGES, BatchPlan
+from .layout import LAYOUTS
+from .pieces import Pieces
+from .steps import Anchors, Message, RankPlan, Rows, Step, Transfer
+
+__all__ = [
+    "EXCHANGES",
+    "LAYOUTS",
+    "Anchors",
+    "BatchPlan",
+    "Message",
+    "Pieces",
+    "RankPlan",
+    "Rows",
+    "Step",
+    "Transfer",
+]

@@ -1,0 +1,240 @@
+"""Attention over a plan: one autograd function that every exchange shares.
+
+Shape suffixes: B windows, S local tokens of each, N = B * S local rows, M rows of a key buffer,
+A anchors, H heads (Hq query, Hkv key/value), D head dimension. Keys and values travel together as
+rows of shape (2, Hkv, D).
+
+Forward, on every rank: while the tiles of step s are computed, the rows of step s+1 travel; results
+are merged in fp32 by log-sum-exp. The anchor, seen by every query outside its own document, is one
+more key merged last: with ``s = scale * q . k0`` it is the exact rank-1 correction of DESIGN
+section 4 (AnchorAttention: arXiv 2411.13476).
+
+Backward needs only the merged (out, LSE): each step's tile gradients are then independent. Keys
+travel again instead of being stored, so memory stays O(L / P); gradients of foreign rows go
+straight back to their owners in fp32 and are added there in a fixed order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from anchorcontext.kernels import (
+    SoftmaxState,
+    accumulator_dtype,
+    anchor_backward_,
+    anchor_forward_,
+)
+
+from ..errors import UserError
+from ..plan import Step, Transfer
+from .plan import Plan
+from .transfer import Exchange, add_, put_, take
+
+
+def distributed_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, scale: float | None = None
+) -> torch.Tensor:
+    """Attention of this rank's queries over the plan's windows; differentiable.
+
+    Args:
+        q: (B, Hq, S, D) this rank's queries.
+        k, v: (B, Hkv, S, D) this rank's keys and values, same dtype and device; Hkv divides Hq.
+        plan: of this micro-batch, on every rank of its SP group.
+        scale: multiplies the dot products; default ``D ** -0.5``.
+
+    Returns:
+        (B, Hq, S, D) in q's dtype; zero on padding. Accumulated in fp32 (fp64 for fp64).
+
+    Raises:
+        UserError: shapes, dtypes or devices that do not fit the plan or each other.
+    """
+    _check(q, k, v, plan)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    rows = _DistributedAttention.apply(_rows(q), _rows(k), _rows(v), plan, float(scale))
+    batch, heads, length, head_dim = q.shape
+    return rows.view(batch, length, heads, head_dim).transpose(1, 2)
+
+
+class _DistributedAttention(torch.autograd.Function):
+    """q (N, Hq, D), k and v (N, Hkv, D) -> out (N, Hq, D)."""
+
+    @staticmethod
+    def forward(ctx: Any, q, k, v, plan: Plan, scale: float) -> torch.Tensor:
+        with torch.autocast(q.device.type, enabled=False):
+            state = _forward(q, k, v, plan, scale)
+            out = state.out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, state.lse)
+        ctx.plan, ctx.scale = plan, scale
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout):
+        q, k, v, out, lse = ctx.saved_tensors
+        with torch.autocast(q.device.type, enabled=False):
+            dq, dk, dv = _backward(dout.contiguous(), q, k, v, out, lse, ctx.plan, ctx.scale)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, scale: float
+) -> SoftmaxState:
+    engine, meter = plan.engine(q.device, q.dtype), plan.meter
+    state = SoftmaxState.empty(q)
+    keys = _KeyTravel(k, v, plan)
+    for step, k_step, v_step in keys:
+        if len(step.tiles):
+            with meter.computing():
+                engine.forward(q, k_step, v_step, step.tiles, scale, state)
+    anchors = keys.anchors()
+    with meter.computing():
+        for number, start, stop in plan.mine.anchors.queries.tolist():
+            anchor_forward_(state, q, anchors[number, 0], anchors[number, 1], scale, start, stop)
+    return state
+
+
+def _backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    plan: Plan,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    engine, meter = plan.engine(q.device, q.dtype), plan.meter
+    dtype = accumulator_dtype(q.dtype)
+    dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    dkv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=dtype, device=k.device)
+    keys = _KeyTravel(k, v, plan)
+    returning: Exchange | None = None
+    for step, k_step, v_step in keys:
+        own = step is plan.mine.steps[0]
+        d_step = dkv if own else dkv.new_zeros((step.num_rows, *dkv.shape[1:]))
+        if len(step.tiles):
+            with meter.computing():
+                engine.backward(
+                    dout, q, k_step, v_step, out, lse, step.tiles, scale,
+                    dq, d_step[:, 0], d_step[:, 1],
+                )  # fmt: skip
+        if not own:
+            # Added one step late, so that a return travels while the next step computes.
+            _add_returns_(dkv, returning)
+            returning = Exchange(step.returns, d_step, plan.group, meter)
+    anchors = keys.anchors()
+    d_anchors = torch.zeros(anchors.shape, dtype=dtype, device=q.device)
+    with meter.computing():
+        for number, start, stop in plan.mine.anchors.queries.tolist():
+            anchor_backward_(
+                dout, q, anchors[number, 0], anchors[number, 1], out, lse, scale, start, stop,
+                dq, d_anchors[number, 0], d_anchors[number, 1],
+            )  # fmt: skip
+    _add_returns_(dkv, returning)
+    _return_anchors_(dkv, d_anchors, plan)
+    return dq, dkv[:, 0], dkv[:, 1]
+
+
+class _KeyTravel:
+    """The keys of a plan's steps, in order: yields (step, k (M, Hkv, D), v (M, Hkv, D)).
+
+    While the caller computes on one step's rows, the next step's travel. Anchors travel from the
+    first step on and are asked for at the end.
+    """
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+        self._k, self._v, self._plan = k, v, plan
+        travels = len(plan.mine.steps) > 1 or plan.mine.anchors.num_anchors > 0
+        self._own = torch.stack([k, v], dim=1) if travels and plan.sp_size > 1 else None
+        self._anchor_exchange = self._post(plan.mine.anchors.broadcast, self._own)
+
+    def __iter__(self):
+        steps = self._plan.mine.steps
+        held = self._own
+        k, v = self._k, self._v
+        for index, step in enumerate(steps):
+            following: Step | None = steps[index + 1] if index + 1 < len(steps) else None
+            incoming = self._post(following.incoming, held) if following else None
+            yield step, k, v
+            if following is not None:
+                held = self._assemble(following, incoming, held)
+                k, v = held[:, 0], held[:, 1]
+
+    def anchors(self) -> torch.Tensor:
+        """The anchors' keys and values, (A, 2, Hkv, D); rows no query of this rank sees are zero."""
+        plan = self._plan.mine.anchors
+        anchors = self._k.new_zeros((plan.num_anchors, 2, *self._k.shape[1:]))
+        for number, row in plan.own.tolist():
+            anchors[number, 0] = self._k[row]
+            anchors[number, 1] = self._v[row]
+        if self._anchor_exchange is not None:
+            arrived = self._anchor_exchange.wait()
+            for message, rows in zip(plan.broadcast.receives, arrived, strict=True):
+                put_(anchors, message.rows, rows)
+        return anchors
+
+    def _post(self, transfer: Transfer, source: torch.Tensor | None) -> Exchange | None:
+        if source is None:
+            return None
+        return Exchange(transfer, source, self._plan.group, self._plan.meter)
+
+    def _assemble(self, step: Step, incoming: Exchange | None, held: torch.Tensor) -> torch.Tensor:
+        assert incoming is not None
+        arrived = incoming.wait()
+        if len(arrived) == 1 and arrived[0].shape[0] == step.num_rows:
+            return arrived[0]
+        buffer = held.new_empty((step.num_rows, *held.shape[1:]))
+        for message, rows in zip(step.incoming.receives, arrived, strict=True):
+            put_(buffer, message.rows, rows)
+        return buffer
+
+
+def _add_returns_(dkv: torch.Tensor, returning: Exchange | None) -> None:
+    """Add the gradients of own rows that other ranks computed."""
+    if returning is not None:
+        arrived = returning.wait()
+        for message, rows in zip(returning.transfer.receives, arrived, strict=True):
+            add_(dkv, message.rows, rows)
+
+
+def _return_anchors_(dkv: torch.Tensor, d_anchors: torch.Tensor, plan: Plan) -> None:
+    """Sum the anchors' gradients into their owner's rows: the broadcast run backwards."""
+    anchors = plan.mine.anchors
+    for number, row in anchors.own.tolist():
+        dkv[row] += d_anchors[number]
+    if plan.group is None:
+        return
+    back = Transfer(sends=anchors.broadcast.receives, receives=anchors.broadcast.sends)
+    exchange = Exchange(back, d_anchors, plan.group, plan.meter)
+    _add_returns_(dkv, exchange)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) -> (B * S, H, D), token-major."""
+    batch, heads, length, head_dim = x.shape
+    return x.transpose(1, 2).reshape(batch * length, heads, head_dim)
+
+
+def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if q.ndim != 4 or k.ndim != 4 or k.shape != v.shape:
+        raise UserError(f"{shapes}: give q (B, Hq, S, D) and k, v (B, Hkv, S, D) of one shape")
+    if q.shape[0] != k.shape[0] or q.shape[2:] != k.shape[2:] or q.shape[1] % k.shape[1]:
+        raise UserError(
+            f"{shapes}: windows, tokens and head dimension must agree, and key/value heads must "
+            "divide query heads"
+        )
+    if (q.shape[0], q.shape[2]) != (plan.batch_size, plan.local_length):
+        raise UserError(
+            f"{shapes}: the plan has {plan.batch_size} windows and {plan.local_length} tokens a "
+            "rank; call the model with the shard made from this plan"
+        )
+    if len({x.dtype for x in (q, k, v)}) > 1 or len({x.device for x in (q, k, v)}) > 1:
+        raise UserError(
+            f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: "
+            "all three must share dtype and device"
+        )

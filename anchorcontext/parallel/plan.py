@@ -1,0 +1,153 @@
+"""The plan a model is called with: plan data bound to a process group and an engine."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from anchorcontext.kernels import Engine, get_engine
+
+from ..errors import UserError
+from ..plan import BatchPlan, RankPlan
+from ..window import Window
+from .mesh import group_device
+from .meter import Meter
+
+
+class Plan:
+    """One micro-batch's plan on this rank; made once, used by every layer, forward and backward.
+
+    Attributes:
+        data: the :class:`~anchorcontext.plan.BatchPlan` of all ranks.
+        mine: this rank's part of it.
+        group: the SP group, None on a single device.
+        meter: bytes and seconds spent so far under this plan.
+    """
+
+    def __init__(
+        self, data: BatchPlan, group: dist.ProcessGroup | None = None, engine: str = "auto"
+    ) -> None:
+        self.data = data
+        self.group = group
+        self.sp_size = data.sp_size
+        self.sp_rank = dist.get_rank(group) if group is not None else 0
+        self.mine: RankPlan = data.rank(self.sp_rank)
+        self.meter = Meter()
+        self._engine_name = engine
+        self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
+
+    @property
+    def windows(self) -> tuple[Window, ...]:
+        """The micro-batch."""
+        return self.data.windows
+
+    @property
+    def batch_size(self) -> int:
+        """B, windows of the micro-batch."""
+        return self.data.batch_size
+
+    @property
+    def length(self) -> int:
+        """L, tokens of the longest window, without padding."""
+        return self.data.length
+
+    @property
+    def padded_length(self) -> int:
+        """Tokens of each window with padding: ``sp_size * local_length``."""
+        return self.data.padded_length
+
+    @property
+    def local_length(self) -> int:
+        """S, tokens of each window that this rank holds."""
+        return self.data.local_length
+
+    def engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
+        """The engine that computes tiles of ``dtype`` on ``device``."""
+        key = (device, dtype)
+        if key not in self._engines:
+            self._engines[key] = get_engine(self._engine_name, device=device, dtype=dtype)
+        return self._engines[key]
+
+    def predicted_bytes(
+        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
+        forwards: int = 1, backwards: int = 1,
+    ) -> int:
+        """Bytes this rank sends for a model's attention; equals what the meter counts.
+
+        With gradient checkpointing a training step runs two forwards a layer.
+        """
+        gradient = torch.float64 if dtype == torch.float64 else torch.float32
+        sent = self.mine.bytes_sent(2 * num_kv_heads * head_dim, dtype.itemsize, gradient.itemsize)
+        return num_layers * (forwards * sent["forward"] + backwards * sent["backward"])
+
+
+def make_plan(
+    windows: Window | Sequence[Window],
+    sp_group: dist.ProcessGroup | None = None,
+    layout: str = "auto",
+    exchange: str = "auto",
+    *,
+    engine: str = "auto",
+    verify: bool = True,
+) -> Plan:
+    """Plan one micro-batch for this rank.
+
+    Args:
+        windows: one window or the windows of the micro-batch; the same on every rank of the group.
+        sp_group: the ranks that share the windows; None: this device alone.
+        layout: ``"contiguous"``, ``"zigzag"`` or ``"auto"``.
+        exchange: ``"ring"`` or ``"auto"``.
+        engine: the kernel engine's name, ``"auto"`` for the best one that serves the tensors.
+        verify: compare the plan's fingerprint over the group (one tiny all-gather) and raise on
+            every rank when the ranks were given different windows.
+
+    Raises:
+        UserError: an unknown layout or exchange, or ranks that disagree.
+    """
+    batch = [windows] if isinstance(windows, Window) else list(windows)
+    sp_size = dist.get_world_size(sp_group) if sp_group is not None else 1
+    if sp_group is not None and verify and sp_size > 1:
+        _check_agreement(batch, layout, exchange, sp_group)
+    data = BatchPlan(batch, sp_size, layout, exchange)
+    return Plan(data, sp_group if sp_size > 1 else None, engine)
+
+
+def _check_agreement(
+    windows: list[Window], layout: str, exchange: str, group: dist.ProcessGroup
+) -> None:
+    lengths = [window.num_tokens for window in windows]
+    mine = torch.tensor(
+        [len(lengths), max(lengths, default=0), _fingerprint(windows, layout, exchange)],
+        device=group_device(group),
+    )
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    reports = [report.tolist() for report in everyone]
+    for index, what in enumerate(("windows in the micro-batch", "tokens in the longest window")):
+        values = [report[index] for report in reports]
+        if len(set(values)) > 1:
+            raise UserError(
+                f"the ranks of one SP group disagree on the {what}: {values} on ranks "
+                f"0..{len(values) - 1}; all of them must be given the same windows"
+            )
+    prints = [report[2] for report in reports]
+    if len(set(prints)) > 1:
+        odd = [rank for rank, value in enumerate(prints) if value != prints[0]]
+        raise UserError(
+            f"SP ranks {odd} were given other windows than rank 0 (same lengths, different tokens, "
+            "documents, mode, layout or exchange); all ranks of one SP group must be given the "
+            "same windows and options"
+        )
+
+
+def _fingerprint(windows: list[Window], layout: str, exchange: str) -> int:
+    digest = hashlib.blake2b(f"{layout} {exchange}".encode(), digest_size=7)
+    for window in windows:
+        digest.update(f"{window.mode.name} {window.boundary}".encode())
+        for array in (window.input_ids, window.cu_seqlens, window.segment_docs, window.labels):
+            digest.update(np.ascontiguousarray(array).tobytes())
+    return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,94 @@
+"""Cutting windows into the ranks' shards and putting them together again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import UserError
+from ..modes import IGNORE, PADDING
+from ..window import Window
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    """The tokens of a micro-batch that one rank holds; every field int64 (B, S).
+
+    Padding has input id 0, label -100, document -1 and counts its positions from 0.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    doc_ids: torch.Tensor
+
+
+def shard(
+    windows: Window | Sequence[Window], plan: Plan, device: torch.device | str | None = None
+) -> LocalShard:
+    """This rank's part of the windows that ``plan`` was made for.
+
+    Positions and labels are those of the whole window: nothing is renumbered or shifted here.
+
+    Raises:
+        UserError: the windows are not those of the plan.
+    """
+    batch = [windows] if isinstance(windows, Window) else list(windows)
+    if len(batch) != plan.batch_size or any(
+        mine is not planned and mine.num_tokens != planned.num_tokens
+        for mine, planned in zip(batch, plan.windows, strict=False)
+    ):
+        raise UserError(
+            f"{len(batch)} windows of {[w.num_tokens for w in batch]} tokens for a plan of "
+            f"{plan.batch_size} of {[w.num_tokens for w in plan.windows]}: shard the windows the "
+            "plan was made for, or make a plan for these"
+        )
+    rows = plan.data.local_indices(plan.sp_rank)
+
+    def local(name: str, fill: int) -> torch.Tensor:
+        whole = [_pad(getattr(w, name), plan.padded_length, fill, name) for w in batch]
+        return torch.from_numpy(np.stack(whole)[:, rows]).to(device or "cpu")
+
+    return LocalShard(
+        input_ids=local("input_ids", 0),
+        position_ids=local("position_ids", 0),
+        labels=local("labels", IGNORE),
+        doc_ids=local("doc_ids", PADDING),
+    )
+
+
+def unshard(local: torch.Tensor, plan: Plan) -> torch.Tensor:
+    """Gather (B, S, ...) shards into (B, L, ...) on every rank, padding dropped, in token order.
+
+    Collective over the SP group; not differentiable (the result is detached).
+    """
+    if local.shape[:2] != (plan.batch_size, plan.local_length):
+        raise UserError(
+            f"unshard got shape {tuple(local.shape)}: the plan's shards start with "
+            f"({plan.batch_size}, {plan.local_length}), windows x tokens a rank"
+        )
+    mine = local.detach().contiguous()
+    shards = [mine]
+    if plan.group is not None:
+        shards = [torch.empty_like(mine) for _ in range(plan.sp_size)]
+        # Bytes travel: no backend then has to know the dtype.
+        dist.all_gather(
+            [part.view(-1).view(torch.uint8) for part in shards],
+            mine.view(-1).view(torch.uint8),
+            group=plan.group,
+        )
+    order = np.concatenate([plan.data.local_indices(rank) for rank in range(plan.sp_size)])
+    back = torch.from_numpy(np.argsort(order)[: plan.length]).to(local.device)
+    return torch.cat(shards, dim=1).index_select(1, back)
+
+
+def _pad(values: np.ndarray, length: int, fill: int, name: str) -> np.ndarray:
+    extra = length - len(values)
+    if name == "position_ids":
+        return np.r_[values, np.arange(extra)]
+    return np.r_[values, np.full(extra, fill, dtype=np.int64)]
