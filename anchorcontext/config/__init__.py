@@ -1,0 +1,19 @@
+"""The typed config: one YAML file, ``key=value`` overrides, one error message a mistake.
+
+``sections.py`` lists every key; ``python -m anchorcontext config --reference`` prints them.
+"""
+
+from anchorcontext.config.load import load_config, parse_config, resolved_yaml, save_config
+from anchorcontext.config.schema import Config, WorldShape, config_hash
+from anchorcontext.config.tolerances import Tolerances
+
+__all__ = [
+    "Config",
+    "Tolerances",
+    "WorldShape",
+    "config_hash",
+    "load_config",
+    "parse_config",
+    "resolved_yaml",
+    "save_config",
+]

@@ -1,0 +1,163 @@
+"""Rules between keys: what no single value can break. Each names the value, the rule and a fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from anchorcontext.config.base import Problem, shown
+from anchorcontext.config.deepspeed import contradictions
+
+if TYPE_CHECKING:
+    from anchorcontext.config.schema import Config
+
+# Keys of a transformers config that belong to other keys of ours.
+_SCRATCH_TAKEN = {
+    "dtype": "model.dtype",
+    "torch_dtype": "model.dtype",
+    "attn_implementation": "attention.engine",
+    "_attn_implementation": "attention.engine",
+}
+
+
+def broken_rules(config: Config) -> list[Problem]:
+    """Every rule that ``config`` breaks, in the order of its sections."""
+    return [
+        *_model(config),
+        *_rope(config),
+        *_positions(config),
+        *_data(config),
+        *_train(config),
+        *contradictions(config),
+    ]
+
+
+def _model(config: Config) -> Iterator[Problem]:
+    model = config.model
+    if (model.path is None) == (model.scratch is None):
+        both = model.path is not None
+        yield Problem(
+            "model.path",
+            model.path,
+            f"exactly one of model.path and model.scratch is set, not {'both' if both else 'none'}",
+            "set the other to null" if both else "set one of them",
+        )
+    if model.scratch is None:
+        return
+    if not isinstance(model.scratch.get("model_type"), str):
+        yield Problem(
+            "model.scratch.model_type",
+            model.scratch.get("model_type"),
+            "names the architecture in transformers",
+            "set it to llama, qwen2, qwen3 or mistral",
+        )
+    for key, ours in _SCRATCH_TAKEN.items():
+        if key in model.scratch:
+            value = model.scratch[key]
+            yield Problem(f"model.scratch.{key}", value, f"is decided by {ours}", "leave it out")
+
+
+def _rope(config: Config) -> Iterator[Problem]:
+    rope, scratch = config.model.rope, config.model.scratch or {}
+    scaled = rope.type not in (None, "default")
+    if scaled and rope.factor is None:
+        yield Problem(
+            "model.rope.factor",
+            None,
+            f"model.rope.type = {rope.type!r} needs a factor",
+            "set it to the new context length divided by the original one",
+        )
+    if rope.type == "default" and rope.factor is not None:
+        yield Problem(
+            "model.rope.factor",
+            rope.factor,
+            "has no meaning for model.rope.type = 'default'",
+            "set it to null, or choose linear, dynamic, yarn or llama3",
+        )
+    for name, ours in (("rope_theta", rope.theta), ("rope_parameters", rope.theta or rope.type)):
+        if name in scratch and ours is not None and scratch[name] != ours:
+            yield Problem(
+                f"model.scratch.{name}",
+                scratch[name],
+                "contradicts model.rope",
+                f"leave it out; model.rope sets theta = {shown(rope.theta)}",
+            )
+
+
+def _positions(config: Config) -> Iterator[Problem]:
+    if config.attention.mode == "intra_doc_reset":
+        return  # positions restart at each document, so the window may exceed the model's range
+    places = (
+        ("model.max_position_embeddings", config.model.max_position_embeddings),
+        (
+            "model.scratch.max_position_embeddings",
+            (config.model.scratch or {}).get("max_position_embeddings"),
+        ),
+    )
+    for key, value in places:
+        if isinstance(value, int) and value < config.data.window_tokens:
+            yield Problem(
+                key,
+                value,
+                f"positions run to data.window_tokens = {config.data.window_tokens}",
+                f"set it to {config.data.window_tokens} or more, or leave it out",
+            )
+
+
+def _data(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.tokenizer is not None and data.train_tokenizer is not None:
+        yield Problem(
+            "data.tokenizer",
+            data.tokenizer,
+            "data.train_tokenizer makes a tokenizer of its own",
+            "set one of the two to null",
+        )
+    if data.train_tokenizer is not None and config.model.path is not None:
+        yield Problem(
+            "data.train_tokenizer.vocab_size",
+            data.train_tokenizer.vocab_size,
+            f"the pretrained model of model.path = {config.model.path!r} has its own tokenizer",
+            "set data.train_tokenizer to null",
+        )
+    if data.tokenizer is None and data.train_tokenizer is None and config.model.path is None:
+        yield Problem(
+            "data.tokenizer",
+            None,
+            "a model from scratch brings no tokenizer",
+            "set data.tokenizer to a tokenizer's folder, or data.train_tokenizer.vocab_size",
+        )
+    for index, source in enumerate(data.sources):
+        if source.path is None and source.kind != "stdlib":
+            yield Problem(
+                f"data.sources.{index}.path",
+                None,
+                f"a source of kind {source.kind!r} is a file or a folder",
+                "set its path",
+            )
+    if data.anchor == "none" and config.attention.mode == "anchor":
+        yield Problem(
+            "data.anchor",
+            data.anchor,
+            "attention.mode = 'anchor' needs an anchor at token 0",
+            "set data.anchor to auto, or choose another attention.mode",
+        )
+
+
+def _train(config: Config) -> Iterator[Problem]:
+    train, schedule = config.train, config.schedule
+    micro = train.micro_batch_windows
+    if train.windows_per_step % micro:
+        yield Problem(
+            "train.windows_per_step",
+            train.windows_per_step,
+            f"must be a multiple of train.micro_batch_windows = {micro}",
+            f"set it to {-(-train.windows_per_step // micro) * micro}",
+        )
+    if schedule.warmup_steps > train.steps:
+        yield Problem(
+            "schedule.warmup_steps",
+            schedule.warmup_steps,
+            f"must not exceed train.steps = {train.steps}",
+            f"set it to {train.steps} or less",
+        )

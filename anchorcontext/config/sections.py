@@ -1,0 +1,327 @@
+"""The sections of the config, one model a section, in the order of the YAML file.
+
+Rules that concern one key stand here as types; rules between keys stand in ``rules.py``.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+
+from anchorcontext.config.base import Section
+from anchorcontext.config.tolerances import Tolerances, default_tolerances
+
+Dtype = Literal["bf16", "fp32"]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _folder_name(name: str) -> str:
+    if name in (".", "..") or "/" in name or "\\" in name:
+        raise ValueError("is the name of a folder inside run.output_dir; leave out slashes")
+    return name
+
+
+class RunSection(Section):
+    """Which run this is and where it lives: the folder ``output_dir/name``."""
+
+    name: Annotated[Text, AfterValidator(_folder_name)]
+    """Name of the run; without it, the name of the config file without its ending."""
+
+    output_dir: Text = "runs"
+    """Folder that holds the runs, relative to the working directory."""
+
+    seed: NonNegativeInt = 0
+    """Seed of the initial weights and of the order of the windows."""
+
+
+class RopeSection(Section):
+    """Rotary position embedding; null keeps what the checkpoint or ``scratch`` says."""
+
+    theta: PositiveFloat | None = None
+    """RoPE base; the paper takes 1e6 at 16K and 32K, 5e6 at 64K, 1e7 at 128K, 5e7 at 256K."""
+
+    type: Literal["default", "linear", "dynamic", "yarn", "llama3"] | None = None
+    """Scaling type, by its name in transformers."""
+
+    factor: Annotated[float, Field(ge=1)] | None = None
+    """Scaling factor: the new context length divided by the original one."""
+
+    original_max_position_embeddings: PositiveInt | None = None
+    """Context length before scaling, for the types that need it."""
+
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Further parameters of the scaling type, such as yarn's ``beta_fast``."""
+
+
+class ModelSection(Section):
+    """The model: a pretrained folder (``path``) or a fresh one (``scratch``), exactly one of them."""
+
+    path: Text | None = None
+    """Hugging Face model folder or hub name."""
+
+    scratch: dict[str, Any] | None = None
+    """``model_type`` and the keys of its transformers config, for random initial weights."""
+
+    dtype: Dtype = "bf16"
+    """Type of weights and activations; losses, softmax statistics and accumulators are fp32."""
+
+    rope: RopeSection = Field(default_factory=RopeSection)
+    """Rotary position embedding."""
+
+    max_position_embeddings: PositiveInt | None = None
+    """Context length written into the export; null takes the larger of the model's own and the
+    window's."""
+
+    gradient_checkpointing: bool = True
+    """Recompute each layer's activations in backward instead of storing them."""
+
+
+class SourceSection(Section):
+    """One corpus; its name appears in reports."""
+
+    name: Text
+    """Name in reports; without it, the last part of ``path`` or the kind."""
+
+    path: Text | None = None
+    """File or folder; only ``stdlib`` needs none."""
+
+    kind: Literal["auto", "text", "jsonl", "stdlib"] = "auto"
+    """``text``: each file a document; ``jsonl``: each line an object with a text field;
+    ``stdlib``: the source files and prose of this Python's standard library; ``auto``: by ending."""
+
+    text_field: Text = "text"
+    """Field of a JSON line that holds the document."""
+
+    pattern: Text | None = None
+    """Glob for the files of a folder, such as ``**/*.md``."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_name(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("name") is None:
+            path, kind = values.get("path"), values.get("kind", "auto")
+            name = PurePath(path).stem if isinstance(path, str) else ""
+            return {**values, "name": name or str(kind)}
+        return values
+
+
+class TrainTokenizerSection(Section):
+    """A byte-level BPE tokenizer trained on the sources."""
+
+    vocab_size: Annotated[int, Field(ge=260)]
+    """Entries of the vocabulary: 256 bytes, the special tokens, and merges."""
+
+
+class DataSection(Section):
+    """From documents to packed windows."""
+
+    path: Text
+    """Folder of the prepared windows: ``prepare`` writes it, ``train`` reads it."""
+
+    sources: Annotated[tuple[SourceSection, ...], Field(strict=False)] = ()
+    """The corpora."""
+
+    tokenizer: Text | None = None
+    """Folder or hub name of a Hugging Face tokenizer; null takes the one of ``model.path``."""
+
+    train_tokenizer: TrainTokenizerSection | None = None
+    """Train a tokenizer on the sources instead."""
+
+    window_tokens: Annotated[int, Field(ge=2)]
+    """Tokens of a window, the anchor included."""
+
+    anchor: Literal["auto", "bos", "eos", "none"] | NonNegativeInt = "auto"
+    """Token 0 of every window: ``bos``, ``eos``, ``none``, a token id, or ``auto`` (BOS, else EOS)."""
+
+    min_document_tokens: PositiveInt = 1
+    """Shorter documents are dropped and counted."""
+
+    on_error: Literal["stop", "skip"] = "stop"
+    """What a broken line or file does: stop the run, or be skipped and counted."""
+
+    shuffle: bool = True
+    """Visit the windows in an order drawn from the seed and the epoch."""
+
+    max_windows: PositiveInt | None = None
+    """Prepare at most this many windows; null means all."""
+
+    add_eos: bool = True
+    """End every document with the tokenizer's EOS token."""
+
+
+class AttentionSection(Section):
+    """Who sees whom, and how attention runs across ranks."""
+
+    mode: Literal["full", "intra_doc", "intra_doc_reset", "anchor"] = "anchor"
+    """Which keys a query sees and which position each token has."""
+
+    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    """Which tokens of a window each rank of its group holds."""
+
+    exchange: Literal["auto", "ring"] = "auto"
+    """How keys and values reach the queries."""
+
+    engine: Literal["auto", "reference", "cpu"] = "auto"
+    """Which kernel computes the tiles on one device."""
+
+
+class ParallelSection(Section):
+    """How ranks share the work: world = dp x sp."""
+
+    sp: PositiveInt = 1
+    """Ranks that share one window."""
+
+
+class LossSection(Section):
+    """Cross-entropy over the valid targets of the whole step."""
+
+    boundary: Literal["mask", "train"] = "mask"
+    """Whether the last token of a document predicts the first of the next one."""
+
+    chunk_tokens: PositiveInt = 1024
+    """Tokens whose logits exist at one time."""
+
+
+class OptimizerSection(Section):
+    """The optimiser; the defaults are the paper's."""
+
+    type: Literal["adamw", "sgd"] = "adamw"
+    """``adamw``, or plain ``sgd`` (which shows a wrong gradient scale that Adam would hide)."""
+
+    lr: NonNegativeFloat = 2e-5
+    """Peak learning rate."""
+
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    """Adam's decay rates."""
+
+    eps: PositiveFloat = 1e-8
+    """Adam's denominator floor."""
+
+    weight_decay: NonNegativeFloat = 0.1
+    """Decoupled weight decay."""
+
+
+class ScheduleSection(Section):
+    """The learning rate over the steps."""
+
+    type: Literal["constant", "cosine"] = "constant"
+    """``constant``, or ``cosine`` down to ``min_lr_ratio`` at the last step."""
+
+    warmup_steps: NonNegativeInt = 0
+    """Steps of linear warm-up."""
+
+    min_lr_ratio: Ratio = 0.1
+    """Last learning rate of ``cosine`` divided by ``optimizer.lr``."""
+
+
+class TrainSection(Section):
+    """The training loop."""
+
+    steps: PositiveInt
+    """Optimiser steps of the whole run."""
+
+    windows_per_step: PositiveInt
+    """Windows of one optimiser step over all ranks; accumulation follows from it."""
+
+    micro_batch_windows: PositiveInt = 1
+    """Windows that one SP group computes at a time."""
+
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest global gradient norm; null does not clip."""
+
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    """DeepSpeed ZeRO stage: 1 shards optimiser state, 2 also gradients, 3 also parameters."""
+
+    log_every: PositiveInt = 1
+    """Steps between two lines of metrics."""
+
+
+class CheckpointSection(Section):
+    """When checkpoints are written and how many are kept."""
+
+    every: PositiveInt | None = None
+    """Steps between checkpoints; null writes none but the final one."""
+
+    keep: PositiveInt = 2
+    """Newest checkpoints kept."""
+
+    final: bool = True
+    """Write one after the last step."""
+
+
+class ParitySection(Section):
+    """The distributed run against a single device."""
+
+    at_start: bool = True
+    """Check the logits before the first step."""
+
+    at_end: bool = True
+    """Check the logits after the last step."""
+
+    every: PositiveInt | None = None
+    """Steps between checks on the live weights; null checks at start and end only."""
+
+    stock_tokens: PositiveInt = 2048
+    """Tokens of the windows that are compared with stock transformers and its dense mask."""
+
+    logits: PositiveFloat | None = None
+    """Largest absolute logit difference allowed; null takes the default of the dtype."""
+
+    loss: PositiveFloat | None = None
+    """Largest relative loss difference allowed; null takes the default of the dtype."""
+
+    gradient: PositiveFloat | None = None
+    """Largest relative gradient difference allowed; null takes the default of the dtype."""
+
+    def tolerances(self, dtype: Dtype) -> Tolerances:
+        """The tolerances for a model of ``dtype``: the keys above, else the dtype's defaults."""
+        default = default_tolerances(dtype)
+        return Tolerances(
+            logits=default.logits if self.logits is None else self.logits,
+            loss=default.loss if self.loss is None else self.loss,
+            gradient=default.gradient if self.gradient is None else self.gradient,
+        )
+
+
+class WandbSection(Section):
+    """A Weights & Biases run; without a network or a key it is written offline."""
+
+    project: Text = "anchorcontext"
+    """Project name."""
+
+    entity: Text | None = None
+    """Team or user; null is the account's default."""
+
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """``auto``: online when a key is set, else offline."""
+
+
+def _bool_or_section(value: Any) -> Any:
+    """``wandb: true`` is a section of defaults and ``wandb: false`` is null."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return value
+
+
+class WatchSection(Section):
+    """What is shown and recorded while training."""
+
+    progress: bool = True
+    """Show a progress bar on rank 0."""
+
+    wandb: Annotated[WandbSection | None, BeforeValidator(_bool_or_section)] = None
+    """``true``, ``false``, or a section; after loading a section or null."""
+
+    tensorboard: bool = False
+    """Write TensorBoard events into the run's folder."""
+
+    peak_flops: PositiveFloat | None = None
+    """Peak FLOP/s of one device in the model's dtype; MFU needs it."""
