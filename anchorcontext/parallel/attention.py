@@ -31,7 +31,7 @@ from anchorcontext.kernels import (
 from ..errors import UserError
 from ..plan import Step, Transfer
 from .plan import Plan
-from .transfer import Exchange, add_, put_, take
+from .transfer import Exchange, add_, put_
 
 
 def distributed_attention(

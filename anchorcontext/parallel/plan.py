@@ -73,8 +73,14 @@ class Plan:
         return self._engines[key]
 
     def predicted_bytes(
-        self, *, num_layers: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype,
-        forwards: int = 1, backwards: int = 1,
+        self,
+        *,
+        num_layers: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        forwards: int = 1,
+        backwards: int = 1,
     ) -> int:
         """Bytes this rank sends for a model's attention; equals what the meter counts.
 

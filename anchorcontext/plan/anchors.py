@@ -11,9 +11,7 @@ from .pieces import Pieces
 from .steps import Anchors, Message, Rows, Transfer
 
 
-def plan_anchors(
-    pieces: Pieces, windows: Sequence[Window], sp_size: int, rank: int
-) -> Anchors:
+def plan_anchors(pieces: Pieces, windows: Sequence[Window], sp_size: int, rank: int) -> Anchors:
     """The anchors' part of ``rank``'s plan.
 
     The owner sends the anchor's key and value (one row) straight to every rank that holds a query

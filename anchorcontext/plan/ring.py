@@ -73,9 +73,7 @@ def ring_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> tu
     return tuple(steps)
 
 
-def make_tiles(
-    pieces: Pieces, queries: np.ndarray, keys: np.ndarray, key_row: np.ndarray
-) -> Tiles:
+def make_tiles(pieces: Pieces, queries: np.ndarray, keys: np.ndarray, key_row: np.ndarray) -> Tiles:
     """The tiles of query pieces against key pieces whose rows start at ``key_row`` in a buffer.
 
     A piece sees itself causally and every earlier piece of its group in full; neighbouring full

@@ -126,11 +126,11 @@ class RankPlan:
     @property
     def return_rows_sent(self) -> int:
         """Gradient rows this rank returns to their owners in one backward of one layer."""
-        return (
-            sum(s.returns.rows_sent for s in self.steps) + self.anchors.broadcast.rows_received
-        )
+        return sum(s.returns.rows_sent for s in self.steps) + self.anchors.broadcast.rows_received
 
-    def bytes_sent(self, row_elements: int, element_size: int, gradient_size: int) -> dict[str, int]:
+    def bytes_sent(
+        self, row_elements: int, element_size: int, gradient_size: int
+    ) -> dict[str, int]:
         """Bytes this rank sends in one layer: ``forward`` and ``backward``.
 
         ``row_elements`` = 2 * Hkv * D: a row carries key and value. Backward moves the keys again
