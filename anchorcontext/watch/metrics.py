@@ -1,0 +1,291 @@
+"""What one training step reports.
+
+A rank measures its own share of a step with a ``StepMeter``, which ends in a ``LocalStep``;
+``gather_steps`` brings the shares of all ranks together in one collective of a few fp64 numbers;
+``make_record`` turns them into the ``StepRecord`` that the sinks write.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from .flops import ModelShape, training_flops
+
+
+@dataclass(frozen=True)
+class LocalStep:
+    """One rank's share of one optimiser step, summed over its micro-batches."""
+
+    loss_sum: float = 0.0
+    """Sum of the cross-entropies of this rank's targets, nats."""
+    loss_tokens: int = 0
+    """Number of these targets."""
+    tokens: int = 0
+    """Real tokens this rank holds; padding does not count."""
+    attention_pairs: int = 0
+    """Visible (query, key) pairs whose queries this rank holds, of one layer and one head."""
+    bytes_sent: int = 0
+    """Bytes this rank sent in attention, all layers, forward, recomputation and backward."""
+    seconds: float = 0.0
+    """Wall-clock time of the whole step."""
+    seconds_data: float = 0.0
+    """Waiting for windows and their plans."""
+    seconds_exchange: float = 0.0
+    """Waiting for keys, values and gradients to arrive in attention."""
+    seconds_attention: float = 0.0
+    """In the attention kernels."""
+    seconds_optimizer: float = 0.0
+    """Gradient reduction, clipping and the parameter update."""
+    peak_memory_bytes: int = 0
+    """Since the process started."""
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimiser step of the whole job. ``None`` where a value does not exist."""
+
+    step: int
+    """Optimiser steps done, this one included; the first is 1."""
+    epoch: int
+    loss: float | None
+    """Cross-entropy per target over the whole global batch, nats."""
+    perplexity: float | None
+    lr: float
+    grad_norm: float | None
+    """Norm of the whole gradient before clipping."""
+    loss_tokens: int
+    tokens: int
+    tokens_per_second: float
+    tokens_per_second_per_rank: float
+    attention_pairs: int
+    attention_balance: float | None
+    """The busiest rank's pairs over the mean: 1.0 is perfect balance."""
+    flops: float | None
+    """Of one forward and backward pass, see ``watch.flops``; recomputation is not counted."""
+    mfu: float | None
+    """Model FLOPs utilisation: ``flops`` over what all devices could have done in the time."""
+    bytes_sent: int
+    """Sum over ranks."""
+    bytes_sent_max: int
+    """Of the rank that sent most."""
+    peak_memory_bytes: int
+    """Largest of all ranks: allocated device memory, on CPU the resident set."""
+    seconds: float
+    """The slowest rank's. The parts below are means over ranks."""
+    seconds_data: float
+    seconds_exchange: float
+    seconds_attention: float
+    seconds_optimizer: float
+    skipped: bool = False
+    """True when the step was not applied; ``skip_reason`` says why."""
+    skip_reason: str | None = None
+    windows: tuple[int, ...] = ()
+    """The ids of the windows trained on."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The record as JSON values: numbers that are not finite become None."""
+        values = asdict(self)
+        values["windows"] = list(self.windows)
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in values.items()
+        }
+
+
+class StepMeter:
+    """Collects what one rank measures during an optimiser step.
+
+    Losses may be given as tensors: they are summed on their device and read once, in ``finish``,
+    so that no micro-batch waits for the device.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+        self.start()
+
+    def start(self) -> None:
+        """Forget everything and start the clock of the next step."""
+        self._started = time.perf_counter()
+        self._loss_sum: torch.Tensor | float = 0.0
+        self._loss_tokens: torch.Tensor | int = 0
+        self._counts = {"tokens": 0, "attention_pairs": 0, "bytes_sent": 0}
+        self._seconds = {"data": 0.0, "exchange": 0.0, "attention": 0.0, "optimizer": 0.0}
+
+    @contextmanager
+    def timed(self, part: Literal["data", "optimizer"]) -> Iterator[None]:
+        """Count the time spent inside as ``part``."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[part] += time.perf_counter() - started
+
+    def add_micro_batch(
+        self,
+        *,
+        loss_sum: torch.Tensor | float,
+        loss_tokens: torch.Tensor | int,
+        tokens: int,
+        attention_pairs: int = 0,
+        bytes_sent: int = 0,
+        exchange_seconds: float = 0.0,
+        attention_seconds: float = 0.0,
+    ) -> None:
+        """Add one micro-batch's share; the fields are those of ``LocalStep``."""
+        if isinstance(loss_sum, torch.Tensor):
+            loss_sum = loss_sum.detach().to(torch.float64)
+        self._loss_sum = self._loss_sum + loss_sum
+        self._loss_tokens = self._loss_tokens + loss_tokens
+        self._counts["tokens"] += tokens
+        self._counts["attention_pairs"] += attention_pairs
+        self._counts["bytes_sent"] += bytes_sent
+        self._seconds["exchange"] += exchange_seconds
+        self._seconds["attention"] += attention_seconds
+
+    def finish(self) -> LocalStep:
+        """The step's share of this rank; waits for the device. ``start`` begins the next step."""
+        return LocalStep(
+            loss_sum=float(self._loss_sum),
+            loss_tokens=int(self._loss_tokens),
+            **self._counts,
+            seconds_data=self._seconds["data"],
+            seconds_exchange=self._seconds["exchange"],
+            seconds_attention=self._seconds["attention"],
+            seconds_optimizer=self._seconds["optimizer"],
+            peak_memory_bytes=peak_memory_bytes(self.device),
+            seconds=time.perf_counter() - self._started,
+        )
+
+
+def gather_steps(
+    local: LocalStep,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+) -> list[LocalStep]:
+    """The shares of all ranks of ``group``, in rank order, on every rank: one all-gather.
+
+    ``device`` is where the group's backend wants its tensors. Counts travel as fp64, exact below
+    2**53. Without an initialised process group the answer is this rank's share alone.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return [local]
+    names = [field.name for field in fields(LocalStep)]
+    whole = {field.name for field in fields(LocalStep) if isinstance(field.default, int)}
+    mine = torch.tensor(
+        [float(getattr(local, name)) for name in names], dtype=torch.float64, device=device
+    )
+    shares = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(shares, mine, group=group)
+    return [
+        LocalStep(
+            **{
+                name: int(value) if name in whole else value
+                for name, value in zip(names, share.tolist(), strict=True)
+            }
+        )
+        for share in shares
+    ]
+
+
+def make_record(
+    ranks: Sequence[LocalStep],
+    *,
+    step: int,
+    lr: float,
+    grad_norm: float | None,
+    epoch: int = 0,
+    windows: Sequence[int] = (),
+    shape: ModelShape | None = None,
+    peak_flops: float | None = None,
+    skip_reason: str | None = None,
+) -> StepRecord:
+    """The record of one step from the shares of all ranks.
+
+    Args:
+        ranks: every rank's share, in rank order.
+        step: optimiser steps done, this one included.
+        lr: the learning rate of this step.
+        grad_norm: norm of the whole gradient before clipping.
+        windows: ids of all windows of the global batch.
+        shape: what the model's FLOPs depend on; without it FLOPs and MFU are None.
+        peak_flops: peak FLOP/s of *one* rank's device; without it MFU is None.
+        skip_reason: why the step was not applied; None when it was.
+    """
+    loss_tokens = sum(rank.loss_tokens for rank in ranks)
+    # The one mean that is right for uneven ranks: sum of sums over sum of counts.
+    loss = sum(rank.loss_sum for rank in ranks) / loss_tokens if loss_tokens else None
+    tokens = sum(rank.tokens for rank in ranks)
+    pairs = sum(rank.attention_pairs for rank in ranks)
+    seconds = max(rank.seconds for rank in ranks)
+    flops = None if shape is None else training_flops(shape, tokens=tokens, pairs=pairs)
+    mfu = None
+    if flops is not None and peak_flops and seconds > 0:
+        mfu = flops / (seconds * len(ranks) * peak_flops)
+    tokens_per_second = tokens / seconds if seconds > 0 else 0.0
+    return StepRecord(
+        step=step,
+        epoch=epoch,
+        loss=loss,
+        perplexity=None if loss is None else _exp(loss),
+        lr=lr,
+        grad_norm=grad_norm,
+        loss_tokens=loss_tokens,
+        tokens=tokens,
+        tokens_per_second=tokens_per_second,
+        tokens_per_second_per_rank=tokens_per_second / len(ranks),
+        attention_pairs=pairs,
+        attention_balance=(
+            max(rank.attention_pairs for rank in ranks) * len(ranks) / pairs if pairs else None
+        ),
+        flops=flops,
+        mfu=mfu,
+        bytes_sent=sum(rank.bytes_sent for rank in ranks),
+        bytes_sent_max=max(rank.bytes_sent for rank in ranks),
+        peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),
+        seconds=seconds,
+        seconds_data=_mean([rank.seconds_data for rank in ranks]),
+        seconds_exchange=_mean([rank.seconds_exchange for rank in ranks]),
+        seconds_attention=_mean([rank.seconds_attention for rank in ranks]),
+        seconds_optimizer=_mean([rank.seconds_optimizer for rank in ranks]),
+        skipped=skip_reason is not None,
+        skip_reason=skip_reason,
+        windows=tuple(int(window) for window in windows),
+    )
+
+
+def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
+    """The most memory used so far: allocated on a CUDA device, resident of this process on CPU."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    try:
+        # VmHWM starts anew with the process; ru_maxrss is inherited through exec.
+        with open("/proc/self/status") as status:
+            for line in status:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage if sys.platform == "darwin" else usage * 1024
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
