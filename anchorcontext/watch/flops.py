@@ -22,6 +22,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..modes import PADDING, Mode, attention_groups
+
 LINEAR_FLOPS_PER_WEIGHT = 6
 ATTENTION_FORWARD_FLOPS = 4
 ATTENTION_BACKWARD_FLOPS = 10
@@ -83,24 +85,18 @@ def document_pairs(lengths: Sequence[int] | np.ndarray) -> int:
     return int((n * (n + 1) // 2).sum())
 
 
-def visible_pairs(
-    doc_ids: np.ndarray, *, same_document: bool, anchor: bool, padding_id: int = -1
-) -> int:
-    """Visible (query, key) pairs of a window, without building its mask.
+def visible_pairs(mode: Mode, doc_ids: np.ndarray) -> int:
+    """Visible (query, key) pairs of a window under ``mode``, without building its mask.
 
-    Args:
-        doc_ids: int (L,), the document of each token; documents may be scattered over the window.
-            Tokens of ``padding_id`` see nothing and are seen by nothing.
-        same_document: a query sees its own document only (otherwise every earlier token).
-        anchor: a query also sees token 0.
+    ``doc_ids`` int (L,): the document of each token (``PADDING`` for none); a document may be
+    scattered over the window.
     """
-    real = np.asarray(doc_ids)[np.asarray(doc_ids) != padding_id]
-    if not same_document:
-        return document_pairs([len(real)])
-    documents, lengths = np.unique(real, return_counts=True)
+    groups = attention_groups(mode, np.asarray(doc_ids))
+    groups = groups[groups != PADDING]
+    documents, lengths = np.unique(groups, return_counts=True)
     pairs = document_pairs(lengths)
-    if anchor and len(real):
-        pairs += len(real) - int(lengths[documents == real[0]].sum())
+    if mode.anchor and len(groups):
+        pairs += len(groups) - int(lengths[documents == groups[0]].sum())
     return pairs
 
 

@@ -13,7 +13,7 @@ from .metrics import StepRecord
 from .trackers import TensorBoardSink, WandbSink
 
 if TYPE_CHECKING:
-    from anchorcontext.config import Config
+    from ..config import Config
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def build_sinks(
         optional.append(_opened(lambda: ConsoleSink(total_steps, start_step)))
     if watch.tensorboard:
         optional.append(_opened(lambda: TensorBoardSink(run_dir / "tensorboard", start_step)))
-    if watch.wandb:
+    if watch.wandb is not None:
         optional.append(_opened(lambda: _wandb(config, run_dir)))
     return Sinks(
         [sink for sink in optional if sink is not None],
@@ -103,13 +103,15 @@ def build_sinks(
 
 
 def _wandb(config: Config, run_dir: Path) -> Sink:
-    given: Any = config.watch.wandb
-    options = {} if given is True else given if isinstance(given, dict) else given.model_dump()
+    given = config.watch.wandb
+    assert given is not None
     return WandbSink(
         run_dir,
         name=config.run.name,
         config=config.model_dump(mode="json"),
-        **{name: options.get(name) for name in ("project", "entity", "mode")},
+        project=given.project,
+        entity=given.entity,
+        mode=None if given.mode == "auto" else given.mode,
     )
 
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from anchorcontext.config import parse_config
 from anchorcontext.watch import trackers
 from anchorcontext.watch.console import ConsoleSink
 from anchorcontext.watch.jsonl import read_metrics
@@ -21,14 +22,16 @@ def record(step: int, **values):
     return make_record([share], **{"step": step, "lr": 2e-5, "grad_norm": 1.5, **values})
 
 
-class Config(SimpleNamespace):
-    def model_dump(self, mode="python"):
-        return {"run": {"name": "r"}, "model": {"hf_token": "very-secret-value"}}
-
-
 def config(**watch):
-    watch = {"progress": False, "wandb": False, "tensorboard": False, **watch}
-    return Config(watch=SimpleNamespace(**watch), run=SimpleNamespace(name="r"))
+    return parse_config(
+        {
+            "run": {"name": "r"},
+            "model": {"scratch": {"model_type": "llama", "hf_token": "very-secret-value"}},
+            "data": {"path": "data", "window_tokens": 64, "tokenizer": "folder"},
+            "train": {"steps": 2, "windows_per_step": 1},
+            "watch": {"progress": False, **watch},
+        }
+    )
 
 
 class Terminal(io.StringIO):
@@ -103,11 +106,10 @@ def no_network(monkeypatch):
 
 
 def test_wandb_is_offline_without_a_network_and_keeps_its_run_over_a_resume(tmp_path, no_network):
-    sink = WandbSink(tmp_path, name="r", config={"hf_token": "very-secret-value", "lr": 1})
-    for step in (1, 2, 3):
-        sink.log(record(step))
-    sink.event("checkpoint", step=3)
-    sink.close()
+    with build_sinks(config(wandb=True), tmp_path, rank=0, total_steps=9) as sinks:
+        for step in (1, 2, 3):
+            sinks.log(record(step))
+        sinks.event("checkpoint", step=3)
     first = json.loads((tmp_path / "wandb.json").read_text())
     assert first["last_step"] == 3
 
