@@ -1,0 +1,107 @@
+"""Distributed attention against a dense oracle: forward and backward, fp64, on gloo ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from anchorcontext.testing import run_distributed
+
+MODES = ("full", "intra_doc", "intra_doc_reset", "anchor")
+LAYOUTS = ("contiguous", "zigzag")
+# Lengths of documents; hazards 10, 11, 12, 18 and windows shorter than the ranks are many.
+DOCUMENTS = (
+    (7, 13, 5, 23, 16),
+    (8, 8, 8, 8),
+    (4, 12, 16),
+    (7, 1, 17, 7),
+    (1, 30, 1),
+    (9, 23),
+    (1,) * 32,
+    (30,),
+    (9, 8, 8, 12, 8, 12),
+    (5,),
+    (2, 1),
+    (1,),
+)
+TOLERANCE = 1e-10
+
+
+def make_window(lengths, mode, seed=0):
+    """The documents behind an anchor token in mode anchor, without one elsewhere."""
+    import numpy as np
+
+    from anchorcontext import Window
+
+    rng = np.random.default_rng(seed)
+    documents = [rng.integers(1, 100, size=n) for n in lengths]
+    return Window.from_documents(documents, anchor_id=0 if mode == "anchor" else None, mode=mode)
+
+
+def check_attention(rank, world, cases, heads, engine, dtype_name="float64"):
+    """Every case on this group: outputs and gradients of all ranks against the oracle."""
+    import torch
+    import torch.distributed as dist
+
+    from anchorcontext import distributed_attention, make_plan, unshard
+    from anchorcontext.testing.oracle import dense_attention, dense_mask
+
+    dtype = getattr(torch, dtype_name)
+    num_heads, num_kv_heads = heads
+    head_dim, scale = 8, 0.3
+    for batch, mode, layout in cases:
+        windows = [make_window(lengths, mode, seed) for seed, lengths in enumerate(batch)]
+        plan = make_plan(windows, dist.group.WORLD, layout, "ring", engine=engine)
+        torch.manual_seed(1)
+        shape = (len(windows), plan.padded_length, head_dim)
+        whole = [
+            torch.randn(shape[0], count, *shape[1:], dtype=dtype)
+            for count in (num_heads, num_kv_heads, num_kv_heads, num_heads)
+        ]
+        if mode == "anchor":
+            for x in whole[1:3]:
+                x[:, :, 0] *= 5  # an anchor that matters: a wrong count shows
+        rows = torch.from_numpy(plan.data.local_indices(rank))
+        q, k, v, dout = (x[:, :, rows].clone() for x in whole)
+        for x in (q, k, v):
+            x.requires_grad_()
+        out = distributed_attention(q, k, v, plan, scale=scale)
+        out.backward(dout)
+        found = [unshard(x.transpose(1, 2), plan) for x in (out, q.grad, k.grad, v.grad)]
+
+        sent = plan.predicted_bytes(
+            num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+        )
+        name = (rank, world, batch, mode, layout, heads, engine)
+        assert plan.meter.bytes_sent == sent, name
+        for b, window in enumerate(windows):
+            length = window.num_tokens
+            q, k, v, dout = (x[b, :, :length].clone().requires_grad_() for x in whole)
+            mask = dense_mask(window.doc_ids.tolist(), mode)
+            expected = dense_attention(q, k, v, mask, scale)
+            expected.backward(dout.detach())
+            for what, got, want in zip(
+                ("out", "dq", "dk", "dv"), found, (expected, q.grad, k.grad, v.grad), strict=True
+            ):
+                error = (got[b, :length].transpose(0, 1) - want).abs().max().item()
+                assert error < TOLERANCE, (what, error, *name)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (4, 1), (2, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_every_mode_layout_and_document_set_equals_the_dense_oracle(world, heads):
+    cases = [((d,), mode, layout) for d in DOCUMENTS for mode in MODES for layout in LAYOUTS]
+    engine = "reference" if heads == (4, 2) else "cpu"
+    run_distributed(check_attention, world, cases, heads, engine)
+
+
+@pytest.mark.parametrize("world", [5, 8])
+def test_more_ranks_than_documents(world):
+    cases = [((d,), mode, layout) for d in DOCUMENTS[::3] for mode in MODES for layout in LAYOUTS]
+    run_distributed(check_attention, world, cases, (4, 2), "cpu")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_batch_of_windows_with_documents_and_anchors_of_their_own(world):
+    batches = [((7, 13, 5), (1,) * 11, (30,)), ((9, 23), (9, 23)), ((3,), (40, 2))]
+    cases = [(batch, mode, layout) for batch in batches for mode in MODES for layout in LAYOUTS]
+    run_distributed(check_attention, world, cases, (4, 2), "cpu")
