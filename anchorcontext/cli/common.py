@@ -14,7 +14,7 @@ line in ``COMMANDS`` of ``cli/__init__.py``::
         from anchorcontext.train import train          # heavy imports inside: --help stays fast
         report = train(config, dry_run=dry_run)
         echo(f"final loss {report.loss:.4f}")          # speaks on rank 0 only
-        return Outcome(report)                         # Outcome(report, exit_code=1): past tolerance
+        return Outcome(report)                         # or Outcome(report, exit_code=1)
 
 ``config_command`` adds the arguments ``CONFIG [KEY=VALUE]...`` and the option ``--json PATH``;
 ``plain_command`` adds ``--json PATH`` alone, for a command that needs no config. What a command
@@ -65,7 +65,7 @@ def config_command(function: Callable[..., Any]) -> click.Command:
 
         return function(load_config(config_path, list(overrides)), **options)
 
-    # Parameters are collected bottom-up: the first one added here is the last one in the usage line.
+    # click collects parameters bottom-up: CONFIG, added last, comes first in the usage line.
     call = click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")(call)
     call = click.argument("config_path", metavar="CONFIG", type=click.Path(path_type=Path))(call)
     return plain_command(call)

@@ -5,11 +5,9 @@
 
 from anchorcontext.config.load import load_config, parse_config, resolved_yaml, save_config
 from anchorcontext.config.schema import Config, WorldShape, config_hash
-from anchorcontext.config.tolerances import Tolerances
 
 __all__ = [
     "Config",
-    "Tolerances",
     "WorldShape",
     "config_hash",
     "load_config",

@@ -42,7 +42,7 @@ def known_keys(model: type[Section], prefix: str = "") -> Iterator[KnownKey]:
 
 
 def inner_section(annotation: Any) -> type[Section] | None:
-    """The section model inside an annotation such as ``Section | None`` or ``tuple[Section, ...]``."""
+    """The section inside an annotation, as in ``Section | None`` or ``tuple[Section, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     for argument in get_args(annotation):

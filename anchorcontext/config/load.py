@@ -130,6 +130,7 @@ def _override(values: dict[str, Any], marks: Marks, text: str) -> None:
             parent[step] = value
         elif isinstance(parent, dict) and parent.get(name) is None:
             parent[name] = {}
+            marks[where] = OVERRIDE_MARK
         parent = parent[step]
     for old in [mark for mark in marks if mark[: len(where)] == where]:
         del marks[old]

@@ -35,10 +35,11 @@ def unknown_keys(
     values: dict[str, Any], model: type[Section], marks: Marks, source: str
 ) -> list[str]:
     """A line for each key that the schema does not know, with the nearest one it knows."""
-    return [
-        f"{_place(where, marks, source)}: {dotted(where)}: unknown key; {_nearest(where, inner, model)}"
-        for where, inner in _walk_unknown(values, model, ())
-    ]
+    lines = []
+    for where, section in _walk_unknown(values, model, ()):
+        hint = _nearest(where, section, model)
+        lines.append(f"{_place(where, marks, source)}: {dotted(where)}: unknown key; {hint}")
+    return lines
 
 
 def describe_errors(
@@ -75,9 +76,7 @@ def dotted(where: Path_) -> str:
     return ".".join(str(part) for part in where)
 
 
-def _rule(
-    item: Any, where: Path_, model: type[Section], value: Any
-) -> tuple[str, str]:
+def _rule(item: Any, where: Path_, model: type[Section], value: Any) -> tuple[str, str]:
     """The rule that a value broke and what to do about it."""
     kind, context = item["type"], item.get("ctx", {})
     choices = _choices(where, model)
@@ -104,6 +103,7 @@ def _rule(
 
 def _choices(where: Path_, model: type[Section]) -> list[Any]:
     """The literal values that a key accepts."""
+
     def literals(annotation: Any) -> Iterator[Any]:
         if get_origin(annotation) is Literal:
             yield from get_args(annotation)

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from anchorcontext.config.base import Section
-from anchorcontext.config.tolerances import Tolerances, default_tolerances
 
 Dtype = Literal["bf16", "fp32"]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -62,7 +61,7 @@ class RopeSection(Section):
 
 
 class ModelSection(Section):
-    """The model: a pretrained folder (``path``) or a fresh one (``scratch``), exactly one of them."""
+    """The model: pretrained (``path``) or with random weights (``scratch``), one of the two."""
 
     path: Text | None = None
     """Hugging Face model folder or hub name."""
@@ -95,7 +94,7 @@ class SourceSection(Section):
 
     kind: Literal["auto", "text", "jsonl", "stdlib"] = "auto"
     """``text``: each file a document; ``jsonl``: each line an object with a text field;
-    ``stdlib``: the source files and prose of this Python's standard library; ``auto``: by ending."""
+    ``stdlib``: source files and prose of this Python's standard library; ``auto``: by ending."""
 
     text_field: Text = "text"
     """Field of a JSON line that holds the document."""
@@ -139,7 +138,7 @@ class DataSection(Section):
     """Tokens of a window, the anchor included."""
 
     anchor: Literal["auto", "bos", "eos", "none"] | NonNegativeInt = "auto"
-    """Token 0 of every window: ``bos``, ``eos``, ``none``, a token id, or ``auto`` (BOS, else EOS)."""
+    """Token 0 of a window: ``bos``, ``eos``, ``none``, a token id, or ``auto`` (BOS, else EOS)."""
 
     min_document_tokens: PositiveInt = 1
     """Shorter documents are dropped and counted."""
@@ -237,7 +236,7 @@ class TrainSection(Section):
     clip_norm: PositiveFloat | None = 1.0
     """Largest global gradient norm; null does not clip."""
 
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage: 1 shards optimiser state, 2 also gradients, 3 also parameters."""
 
     log_every: PositiveInt = 1
@@ -280,15 +279,6 @@ class ParitySection(Section):
 
     gradient: PositiveFloat | None = None
     """Largest relative gradient difference allowed; null takes the default of the dtype."""
-
-    def tolerances(self, dtype: Dtype) -> Tolerances:
-        """The tolerances for a model of ``dtype``: the keys above, else the dtype's defaults."""
-        default = default_tolerances(dtype)
-        return Tolerances(
-            logits=default.logits if self.logits is None else self.logits,
-            loss=default.loss if self.loss is None else self.loss,
-            gradient=default.gradient if self.gradient is None else self.gradient,
-        )
 
 
 class WandbSection(Section):

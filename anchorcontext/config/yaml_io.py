@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -20,13 +20,13 @@ Marks = dict[Path_, str]  # where each key stands: "configs/demo.yaml:12"
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
 
 class _Dumper(yaml.SafeDumper):
     """Quotes exactly the texts that ``_Loader`` would read as something else."""
 
-    yaml_implicit_resolvers: dict = {}
+    yaml_implicit_resolvers: ClassVar[dict] = {}
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,0 +1,68 @@
+# `make demo` and `make test` are all a fresh machine needs: Python 3.11+ with venv, make, gcc.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+EXTRAS := dev,gguf,tensorboard,wandb
+# Test processes; distributed tests start up to 8 single-threaded ranks each.
+JOBS   ?= 2
+TESTS  ?= tests
+
+# Without the safe path, `python -m` would put this folder on sys.path, where kernels/ would hide
+# the Hugging Face package of that name.
+export PYTHONSAFEPATH := 1
+export TOKENIZERS_PARALLELISM := false
+
+.DEFAULT_GOAL := help
+.PHONY: help venv lint style type test parity demo demo-smollm2 docs wheel clean
+
+help: ## Show the targets.
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.installed ## Create .venv and install the package with its development tools.
+
+$(VENV)/.installed: setup.py constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "$(PYTHON) is too old: Python 3.11 or newer is needed; make PYTHON=python3.x"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || \
+		{ echo "no venv module: apt install python3-venv"; rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[$(EXTRAS)]'
+	@touch $@
+
+lint: venv ## Check style, format and types.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(MAKE) --no-print-directory type
+
+style: venv ## Mend what the formatter and the linter can.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# mypy finds modules by folder, so it gets a folder in which kernels/ stands where it is installed.
+type: venv ## Check types.
+	@rm -rf build/typing && mkdir -p build/typing/anchorcontext
+	@ln -s $(addprefix ../../../,$(wildcard anchorcontext/*) kernels) build/typing/anchorcontext/
+	cd build/typing && MYPYPATH=. ../../$(BIN)/mypy --config-file ../../pyproject.toml \
+		--cache-dir ../../.mypy_cache --package anchorcontext
+
+test: venv ## Run the CPU test suite; TESTS=tests/plan runs a part.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(TESTS)
+
+parity: venv ## Compare the distributed demo model with a single device.
+	OMP_NUM_THREADS=1 RANKS=2 BIN=$(BIN) launch/torchrun.sh parity configs/demo.yaml
+
+demo: venv ## Documents -> tokenizer -> windows -> 2 ranks -> parity -> export, in minutes.
+	BIN=$(BIN) launch/demo.sh
+
+demo-smollm2: venv ## The same on a pretrained model, SmolLM2-135M.
+	BIN=$(BIN) launch/demo_smollm2.sh
+
+docs: venv ## Write the pages that are made from the code.
+	$(BIN)/anchorcontext config --reference > docs/config.md
+
+wheel: venv ## Build the wheel into dist/.
+	$(BIN)/python -m build --wheel
+
+clean: ## Remove what was built, but neither .venv nor runs/.
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find anchorcontext kernels tests -name __pycache__ -prune -exec rm -rf {} +

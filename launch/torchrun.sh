@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Run an anchorcontext command on every rank with torchrun.
+#
+#   launch/torchrun.sh COMMAND CONFIG [KEY=VALUE]...
+#
+# One machine:   RANKS=8 launch/torchrun.sh train configs/llama3_8b_64k_anchor.yaml
+# Four machines, on each of them, with NODE=0..3:
+#   NODES=4 NODE=0 MASTER=node0:29500 RANKS=8 launch/torchrun.sh train CONFIG
+#
+# RANKS    ranks on this machine (default: its GPUs, or 1)
+# NODES    machines (default 1); NODE: which one this is (default 0)
+# MASTER   host:port of machine 0; needed with more than one machine
+# RESTARTS restarts after a failed rank (default 0)
+# BIN      folder of torchrun (default: the one on PATH)
+set -euo pipefail
+
+if [ $# -lt 1 ]; then
+    sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
+    exit 2
+fi
+. "$(dirname "${BASH_SOURCE[0]}")/env.sh"
+
+gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l; }
+RANKS="${RANKS:-$(gpus)}"
+NODES="${NODES:-1}"
+launcher="${BIN:+$BIN/}torchrun"
+
+if [ "$NODES" -gt 1 ]; then
+    : "${MASTER:?set MASTER=host:port of machine 0}"
+    rendezvous=(--nnodes "$NODES" --node-rank "${NODE:-0}"
+        --master-addr "${MASTER%%:*}" --master-port "${MASTER##*:}")
+else
+    rendezvous=(--standalone)
+fi
+
+exec "$launcher" "${rendezvous[@]}" --nproc-per-node "$((RANKS > 0 ? RANKS : 1))" \
+    --max-restarts "${RESTARTS:-0}" -m anchorcontext "$@"
