@@ -1,0 +1,1 @@
+"""Training: DeepSpeed engine, gradient scale, the loop, checkpoints."""

@@ -1,0 +1,190 @@
+"""The DeepSpeed engine: its options, its parameter groups, and what differs between ZeRO stages.
+
+DeepSpeed is given no model-parallel unit and no sequence-parallel size: it sees every rank as a
+data-parallel one (dp = world) and averages gradients over all of them, which ``step.py`` undoes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from .schedule import learning_rate_factor
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+    from ..config import Config
+
+logger = logging.getLogger(__name__)
+
+
+def deepspeed_config(config: Config, world_size: int, device: torch.device) -> dict[str, Any]:
+    """Our options for DeepSpeed, with the ``deepspeed`` section of the config merged in.
+
+    Gradients of bf16 models are accumulated and reduced in fp32 unless that section says
+    otherwise; the optimiser keeps fp32 master weights.
+
+    Raises:
+        UserError: ``world_size`` does not fit the config.
+    """
+    train, bf16 = config.train, config.model.dtype == "bf16"
+    options: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": train.micro_batch_windows,
+        "gradient_accumulation_steps": config.check_world(world_size).accumulation,
+        "gradient_clipping": train.clip_norm or 0.0,
+        "zero_optimization": {"stage": train.zero_stage},
+        "zero_allow_untested_optimizer": True,
+        "optimizer": _optimizer_options(config, device),
+    }
+    if bf16:
+        # A gradient that is not finite is never applied, whatever the stage (fp32 does so anyway).
+        options["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        options["communication_data_type"] = "fp32"
+        if train.zero_stage > 0:
+            options["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merged(options, config.deepspeed_options())
+
+
+def build_engine(train_model: nn.Module, config: Config, device: torch.device) -> DeepSpeedEngine:
+    """Wrap the model for training; collective, every rank calls it.
+
+    Args:
+        train_model: ``TrainModel`` (or a module with its signature), the same weights on all ranks.
+        config: the resolved config.
+        device: this rank's device.
+    """
+    import deepspeed
+    import torch.distributed as dist
+
+    if device.type == "cpu":
+        _without_compiled_operators()
+    options = deepspeed_config(config, dist.get_world_size(), device)
+    with _quiet():
+        engine, _, _, _ = deepspeed.initialize(
+            model=train_model,
+            model_parameters=parameter_groups(train_model, config.optimizer.weight_decay),
+            lr_scheduler=_scheduler(config),
+            config=options,
+        )
+    if config.model.dtype == "bf16" and config.train.zero_stage == 0:
+        # DeepSpeed knows no fp32 accumulation without ZeRO; autograd does.
+        for parameter in engine.module.parameters():
+            if parameter.requires_grad:
+                parameter.grad_dtype = torch.float32
+    return engine
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices are decayed; vectors (norm weights, biases) are not.
+
+    The paper says "weight decay 0.1" and not on what. This is the convention of LLaMA and of the
+    transformers trainer.
+    """
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def apply_step(engine: DeepSpeedEngine) -> tuple[float, bool]:
+    """Clip, update the parameters and advance the schedule, once all gradients are accumulated.
+
+    Returns:
+        The norm of the whole gradient before clipping, and whether the step was applied: a gradient
+        that is not finite leaves parameters, optimiser state and schedule as they were.
+    """
+    if engine.optimizer is engine.basic_optimizer:
+        # Plain fp32 without ZeRO: DeepSpeed computes a norm only to clip, and applies NaN.
+        gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
+        norm = float(torch.nn.utils.get_total_norm(gradients))
+        if not math.isfinite(norm):
+            engine.zero_grad()
+            return norm, False
+        engine.step()
+        return norm, True
+    engine.step()
+    return float(engine.get_global_grad_norm()), engine.was_step_applied()
+
+
+def learning_rate(engine: DeepSpeedEngine) -> float:
+    """The learning rate of the next step."""
+    return float(engine.get_lr()[0])
+
+
+def _optimizer_options(config: Config, device: torch.device) -> dict[str, Any]:
+    given = config.optimizer
+    if given.type == "sgd":
+        return {"type": "SGD", "params": {"lr": given.lr, "weight_decay": given.weight_decay}}
+    params: dict[str, Any] = {
+        "lr": given.lr,
+        "betas": list(given.betas),
+        "eps": given.eps,
+        "weight_decay": given.weight_decay,
+    }
+    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
+    if device.type == "cpu":
+        params["torch_adam"] = True
+    elif offload.get("device", "none") == "none":
+        # torch's fused AdamW needs no compiler at run time, DeepSpeed's FusedAdam does.
+        params |= {"torch_adam": True, "fused": True}
+    return {"type": "AdamW", "params": params}
+
+
+def _scheduler(config: Config) -> Callable[[torch.optim.Optimizer], LambdaLR]:
+    schedule = config.schedule
+    factor = learning_rate_factor(
+        schedule.type,
+        warmup_steps=schedule.warmup_steps,
+        total_steps=config.train.steps,
+        min_ratio=schedule.min_lr_ratio,
+    )
+    return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def _without_compiled_operators() -> None:
+    """Tell DeepSpeed that this machine has none of its C++ operators.
+
+    On a CPU it would otherwise compile a shared-memory all-reduce that only inference uses: 70 s
+    at the first start, a failure where there is no C++ compiler, and 3 s of probing at every start.
+    """
+    import deepspeed.ops
+
+    if "__compatible_ops__" not in vars(deepspeed.ops):
+        deepspeed.ops.__compatible_ops__ = defaultdict(bool)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed prints memory figures while it starts, and calls functions that torch renamed."""
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    for old in ("reduce_scatter_tensor", "all_gather_into_tensor"):
+        message = rf"`torch\.distributed\.{old}` is deprecated"
+        warnings.filterwarnings("ignore", message=message, category=FutureWarning)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        yield
+    logger.debug("DeepSpeed said: %s", printed.getvalue())
+
+
+def _merged(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """``theirs`` over ``ours``, section by section; contradictions were refused with the config."""
+    merged = deepcopy(ours)
+    for key, value in theirs.items():
+        below = merged.get(key)
+        both = isinstance(below, dict) and isinstance(value, dict)
+        merged[key] = _merged(below, value) if both else deepcopy(value)  # type: ignore[arg-type]
+    return merged

@@ -1,0 +1,51 @@
+"""Whether a run may go on under a changed config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..config import Config
+from ..errors import UserError
+
+# Keys that change how a run is watched, kept or ended, not what a step computes. What the data
+# section decides is compared through the fingerprint of the prepared windows.
+_FREE = ("run.name", "run.output_dir", "train.steps", "train.log_every")
+_FREE_SECTIONS = ("checkpoint.", "parity.", "watch.", "data.")
+_COUNTS = ("data.shuffle",)
+
+
+def check_resumable(saved: Config, current: Config) -> None:
+    """Refuse a resume whose config would make it another run.
+
+    Raises:
+        UserError: names every key that differs, with both values.
+    """
+    before, after = _flat(saved.model_dump(mode="json")), _flat(current.model_dump(mode="json"))
+    changed = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
+    fatal = [key for key in changed if not _is_free(key, current)]
+    if fatal:
+        lines = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in fatal]
+        raise UserError(
+            f"the run {current.run.name!r} cannot go on under another config: "
+            + "; ".join(lines)
+            + "; restore the saved values, or give the new run another run.name"
+        )
+
+
+def _is_free(key: str, config: Config) -> bool:
+    if key == "train.steps" and config.schedule.type != "constant":
+        return False  # the schedule is a function of the last step
+    if key in _COUNTS:
+        return False
+    return key in _FREE or key.startswith(_FREE_SECTIONS)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
