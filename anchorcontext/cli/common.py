@@ -34,6 +34,7 @@ import math
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
@@ -211,9 +212,16 @@ def _report_user_error(error: UserError) -> None:
 
 
 def _tell_elastic_agent(error: Exception) -> None:
-    """Leave the cause where torchrun looks for it, so that its closing report names it."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+    """Leave the cause where torchrun looks for it, so that its closing report names it.
 
-    get_error_handler().record_exception(error)
+    The format is that of ``torch.distributed.elastic.multiprocessing.errors``; its own writer would
+    import torch and print a traceback for a user's mistake.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    mistake = isinstance(error, UserError)
+    cause = f"error: {error}" if mistake else traceback.format_exc()
+    extra = {"py_callstack": cause, "timestamp": str(int(time.time()))}
+    message = {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}
+    Path(path).write_text(json.dumps({"message": message}))

@@ -114,8 +114,10 @@ def test_other_deepspeed_options_pass_and_equal_ones_are_dropped(path: Path) -> 
     config = load_config(
         path,
         [
-            "deepspeed={communication_data_type: fp32, gradient_clipping: 1.0, bf16: {enabled: true},"
-            " train_batch_size: auto, zero_optimization: {stage: 1, overlap_comm: false}}"
+            "deepspeed={communication_data_type: fp32, gradient_clipping: 1.0}",
+            "deepspeed.bf16={enabled: true}",
+            "deepspeed.train_batch_size=auto",
+            "deepspeed.zero_optimization={stage: 1, overlap_comm: false}",
         ],
     )
     assert config.deepspeed_options() == {
