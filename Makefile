@@ -61,7 +61,7 @@ docs: venv ## Write the pages that are made from the code.
 	$(BIN)/anchorcontext config --reference > docs/config.md
 
 wheel: venv ## Build the wheel into dist/.
-	$(BIN)/python -m build --wheel
+	$(BIN)/python -m build --wheel --no-isolation
 
 clean: ## Remove what was built, but neither .venv nor runs/.
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -90,13 +90,18 @@ def test_the_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> No
     assert "prepare" in help_text
 
 
-def test_the_checkout_does_not_shadow_a_package_called_kernels() -> None:
+@pytest.mark.parametrize("safe_path", ["1", ""], ids=["safe_path", "root_on_path"])
+def test_a_checkout_does_not_shadow_a_package_called_kernels(safe_path: str) -> None:
     """A command run from the repository root must not find kernels/ as a top-level package."""
     code = (
-        "import importlib.util, pathlib\n"
+        "import importlib.util, pathlib, runpy, sys\n"
+        "sys.argv = ['anchorcontext', '--help']\n"
+        "try: runpy.run_module('anchorcontext', run_name='__main__', alter_sys=True)\n"
+        "except SystemExit as end: assert not end.code\n"
         "spec = importlib.util.find_spec('kernels')\n"
         "assert spec is None or pathlib.Path.cwd() not in pathlib.Path(spec.origin).parents, spec\n"
+        "assert importlib.util.find_spec('anchorcontext.kernels') is not None\n"
     )
-    environment = {**os.environ, "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, "PYTHONSAFEPATH": safe_path}
     run = [sys.executable, "-c", code]
     subprocess.run(run, check=True, cwd=ROOT, env=environment, timeout=60)
