@@ -1,6 +1,7 @@
 """Attention over a plan: one autograd function that every exchange shares.
 
-Shape suffixes: B windows, S local tokens of each, N = B * S local rows, M rows of a key buffer,
+Shape suffixes: B windows, S local tokens of each, N local rows (B * S; with
+ulysses those of the whole team), M rows of a key buffer,
 A anchors, H heads (Hq query, Hkv key/value), D head dimension. Keys and values travel together as
 rows of shape (2, Hkv, D).
 
@@ -32,6 +33,7 @@ from ..errors import UserError
 from ..plan import Step, Transfer
 from .plan import Plan
 from .transfer import Exchange, add_, put_
+from .ulysses import check_heads, heads_to_tokens, tokens_to_heads
 
 
 def distributed_attention(
@@ -54,9 +56,14 @@ def distributed_attention(
     _check(q, k, v, plan)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    rows = _DistributedAttention.apply(_rows(q), _rows(k), _rows(v), plan, float(scale))
     batch, heads, length, head_dim = q.shape
-    return rows.view(batch, length, heads, head_dim).transpose(1, 2)
+    q_rows, k_rows, v_rows = _rows(q), _rows(k), _rows(v)
+    if plan.data.ulysses > 1:
+        q_rows, k_rows, v_rows = tokens_to_heads(q_rows, k_rows, v_rows, plan)
+    out = _DistributedAttention.apply(q_rows, k_rows, v_rows, plan, float(scale))
+    if plan.data.ulysses > 1:
+        out = heads_to_tokens(out, plan)
+    return out.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
 class _DistributedAttention(torch.autograd.Function):
@@ -125,7 +132,7 @@ def _backward(
         if not own:
             # Added one step late, so that a return travels while the next step computes.
             _add_returns_(dkv, returning)
-            returning = Exchange(step.returns, d_step, plan.group, meter)
+            returning = Exchange(step.returns, d_step, plan.peers, meter)
     anchors = keys.anchors()
     d_anchors = torch.zeros(anchors.shape, dtype=dtype, device=q.device)
     with meter.computing():
@@ -149,7 +156,7 @@ class _KeyTravel:
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         self._k, self._v, self._plan = k, v, plan
         travels = len(plan.mine.steps) > 1 or plan.mine.anchors.num_anchors > 0
-        self._own = torch.stack([k, v], dim=1) if travels and plan.sp_size > 1 else None
+        self._own = torch.stack([k, v], dim=1) if travels and plan.peers is not None else None
         self._anchor_exchange = self._post(plan.mine.anchors.broadcast, self._own)
 
     def __iter__(self):
@@ -165,7 +172,7 @@ class _KeyTravel:
                 k, v = held[:, 0], held[:, 1]
 
     def anchors(self) -> torch.Tensor:
-        """The anchors' keys and values, (A, 2, Hkv, D); rows no query of this rank sees are zero."""
+        """The anchors' keys and values (A, 2, Hkv, D); zero where no query of this rank sees them."""
         plan = self._plan.mine.anchors
         anchors = self._k.new_zeros((plan.num_anchors, 2, *self._k.shape[1:]))
         for number, row in plan.own.tolist():
@@ -180,7 +187,7 @@ class _KeyTravel:
     def _post(self, transfer: Transfer, source: torch.Tensor | None) -> Exchange | None:
         if source is None:
             return None
-        return Exchange(transfer, source, self._plan.group, self._plan.meter)
+        return Exchange(transfer, source, self._plan.peers, self._plan.meter)
 
     def _assemble(self, step: Step, incoming: Exchange | None, held: torch.Tensor) -> torch.Tensor:
         assert incoming is not None
@@ -206,10 +213,10 @@ def _return_anchors_(dkv: torch.Tensor, d_anchors: torch.Tensor, plan: Plan) -> 
     anchors = plan.mine.anchors
     for number, row in anchors.own.tolist():
         dkv[row] += d_anchors[number]
-    if plan.group is None:
+    if plan.peers is None:
         return
     back = Transfer(sends=anchors.broadcast.receives, receives=anchors.broadcast.sends)
-    exchange = Exchange(back, d_anchors, plan.group, plan.meter)
+    exchange = Exchange(back, d_anchors, plan.peers, plan.meter)
     _add_returns_(dkv, exchange)
 
 
@@ -238,3 +245,4 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Non
             f"q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}: "
             "all three must share dtype and device"
         )
+    check_heads(q.shape[1], k.shape[1], plan.data.ulysses)

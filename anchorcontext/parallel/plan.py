@@ -16,6 +16,8 @@ from ..plan import BatchPlan, RankPlan
 from ..window import Window
 from .mesh import group_device
 from .meter import Meter
+from .transfer import Peers
+from .ulysses import heads_per_rank
 
 
 class Plan:
@@ -24,6 +26,8 @@ class Plan:
     Attributes:
         data: the :class:`~anchorcontext.plan.BatchPlan` of all ranks.
         mine: this rank's part of it.
+        peers: the ranks this one exchanges rows with, None without any.
+        team: the ranks this one swaps heads with (ulysses), None without any.
         group: the SP group, None on a single device.
         meter: bytes and seconds spent so far under this plan.
     """
@@ -36,8 +40,10 @@ class Plan:
         self.sp_size = data.sp_size
         self.sp_rank = dist.get_rank(group) if group is not None else 0
         self.mine: RankPlan = data.rank(self.sp_rank)
+        self.peers, self.team = _peers(data, group, self.sp_rank)
         self.meter = Meter()
         self._engine_name = engine
+        self._team_orders: dict[torch.device, torch.Tensor | None] = {}
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
 
     @property
@@ -72,10 +78,19 @@ class Plan:
             self._engines[key] = get_engine(self._engine_name, device=device, dtype=dtype)
         return self._engines[key]
 
+    def team_order(self, device: torch.device) -> torch.Tensor | None:
+        """int64 (N,): the team's rows in token order, numbered as its members list them; None
+        where the two orders are the same."""
+        if device not in self._team_orders:
+            order = _team_order(self.data, self.sp_rank)
+            self._team_orders[device] = None if order is None else order.to(device)
+        return self._team_orders[device]
+
     def predicted_bytes(
         self,
         *,
         num_layers: int,
+        num_heads: int,
         num_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
@@ -87,8 +102,15 @@ class Plan:
         With gradient checkpointing a training step runs two forwards a layer.
         """
         gradient = torch.float64 if dtype == torch.float64 else torch.float32
-        sent = self.mine.bytes_sent(2 * num_kv_heads * head_dim, dtype.itemsize, gradient.itemsize)
-        return num_layers * (forwards * sent["forward"] + backwards * sent["backward"])
+        size = self.data.ulysses
+        heads, kv_heads = heads_per_rank(num_heads, num_kv_heads, size)
+        rows = self.mine.bytes_sent(2 * kv_heads * head_dim, dtype.itemsize, gradient.itemsize)
+        # In: queries, keys and values; out: the attention output. Backward: their gradients.
+        local_rows = self.batch_size * self.local_length
+        swap = (size - 1) * local_rows * (2 * heads + 2 * kv_heads) * head_dim * dtype.itemsize
+        return num_layers * (
+            forwards * (rows["forward"] + swap) + backwards * (rows["backward"] + swap)
+        )
 
 
 def make_plan(
@@ -97,6 +119,7 @@ def make_plan(
     layout: str = "auto",
     exchange: str = "auto",
     *,
+    ulysses: int = 1,
     engine: str = "auto",
     verify: bool = True,
 ) -> Plan:
@@ -106,7 +129,8 @@ def make_plan(
         windows: one window or the windows of the micro-batch; the same on every rank of the group.
         sp_group: the ranks that share the windows; None: this device alone.
         layout: ``"contiguous"``, ``"zigzag"`` or ``"auto"``.
-        exchange: ``"ring"`` or ``"auto"``.
+        exchange: ``"ring"``, ``"gather"``, ``"ulysses"``, ``"hybrid"`` or ``"auto"``.
+        ulysses: ranks of a team that swap heads (:class:`~anchorcontext.plan.BatchPlan`).
         engine: the kernel engine's name, ``"auto"`` for the best one that serves the tensors.
         verify: compare the plan's fingerprint over the group (one tiny all-gather) and raise on
             every rank when the ranks were given different windows.
@@ -117,17 +141,41 @@ def make_plan(
     batch = [windows] if isinstance(windows, Window) else list(windows)
     sp_size = dist.get_world_size(sp_group) if sp_group is not None else 1
     if sp_group is not None and verify and sp_size > 1:
-        _check_agreement(batch, layout, exchange, sp_group)
-    data = BatchPlan(batch, sp_size, layout, exchange)
+        _check_agreement(batch, f"{layout} {exchange} {ulysses}", sp_group)
+    data = BatchPlan(batch, sp_size, layout, exchange, ulysses)
     return Plan(data, sp_group if sp_size > 1 else None, engine)
 
 
-def _check_agreement(
-    windows: list[Window], layout: str, exchange: str, group: dist.ProcessGroup
-) -> None:
+def _peers(
+    data: BatchPlan, group: dist.ProcessGroup | None, sp_rank: int
+) -> tuple[Peers | None, Peers | None]:
+    """The ranks that exchange rows with this one (one of each team), and this rank's team."""
+    if group is None:
+        return None, None
+    size = data.ulysses
+    first, place = sp_rank - sp_rank % size, sp_rank % size
+    rows = Peers(group, tuple(range(place, data.sp_size, size))) if data.num_teams > 1 else None
+    team = Peers(group, tuple(range(first, first + size))) if size > 1 else None
+    return rows, team
+
+
+def _team_order(data: BatchPlan, sp_rank: int) -> torch.Tensor | None:
+    """See :meth:`Plan.team_order`."""
+    size, batch, length = data.ulysses, data.batch_size, data.local_length
+    first = sp_rank - sp_rank % size
+    tokens = np.concatenate([data.local_indices(first + member) for member in range(size)])
+    member, row = np.divmod(np.argsort(tokens, kind="stable"), length)
+    window = np.arange(batch)[:, None]
+    order = (member * batch * length + window * length + row).ravel()
+    if (order == np.arange(len(order))).all():
+        return None
+    return torch.from_numpy(order)
+
+
+def _check_agreement(windows: list[Window], options: str, group: dist.ProcessGroup) -> None:
     lengths = [window.num_tokens for window in windows]
     mine = torch.tensor(
-        [len(lengths), max(lengths, default=0), _fingerprint(windows, layout, exchange)],
+        [len(lengths), max(lengths, default=0), _fingerprint(windows, options)],
         device=group_device(group),
     )
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -150,8 +198,8 @@ def _check_agreement(
         )
 
 
-def _fingerprint(windows: list[Window], layout: str, exchange: str) -> int:
-    digest = hashlib.blake2b(f"{layout} {exchange}".encode(), digest_size=7)
+def _fingerprint(windows: list[Window], options: str) -> int:
+    digest = hashlib.blake2b(options.encode(), digest_size=7)
     for window in windows:
         digest.update(f"{window.mode.name} {window.boundary}".encode())
         for array in (window.input_ids, window.cu_seqlens, window.segment_docs, window.labels):

@@ -1,12 +1,30 @@
-"""Moving the rows of a plan's transfers between ranks: point to point, sizes known to both sides."""
+"""Moving the rows of a plan between ranks: point to point, sizes known to both sides."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
 from ..plan import Rows, Transfer
 from .meter import Meter
+
+
+@dataclass(frozen=True)
+class Peers:
+    """The ranks a transfer's peer numbers stand for: ``ranks[peer]`` is a rank of ``group``."""
+
+    group: dist.ProcessGroup
+    ranks: tuple[int, ...]
+
+    def operation(self, call: Callable, tensor: torch.Tensor, peer: int) -> dist.P2POp:
+        """A point-to-point operation with ``peer``; bytes travel, so any dtype does."""
+        flat = tensor.view(-1).view(torch.uint8)
+        return dist.P2POp(
+            call, flat, dist.get_global_rank(self.group, self.ranks[peer]), group=self.group
+        )
 
 
 def take(buffer: torch.Tensor, rows: Rows) -> torch.Tensor:
@@ -45,15 +63,15 @@ class Exchange:
 
     Args:
         transfer: from the plan.
-        source: (R, ...) the rows that sends select from; received rows have its row shape and dtype.
-        group: the SP group; may be None when the transfer is empty.
+        source: (R, ...) the rows that sends select from; received rows share row shape and dtype.
+        peers: whom peer numbers mean; None on a single device, where nothing is sent.
     """
 
     def __init__(
         self,
         transfer: Transfer,
         source: torch.Tensor,
-        group: dist.ProcessGroup | None,
+        peers: Peers | None,
         meter: Meter,
     ) -> None:
         self.transfer = transfer
@@ -65,12 +83,13 @@ class Exchange:
             for m in transfer.receives
         ]
         operations = []
+        assert peers is not None or not transfer.busy, "a transfer between ranks needs their group"
         for message, tensor in zip(transfer.sends, self._outgoing, strict=True):
-            operations.append(_operation(dist.isend, tensor, message.peer, group))
+            operations.append(peers.operation(dist.isend, tensor, message.peer))
             meter.bytes_sent += tensor.numel() * tensor.element_size()
             meter.messages_sent += 1
         for message, tensor in zip(transfer.receives, self._arriving, strict=True):
-            operations.append(_operation(dist.irecv, tensor, message.peer, group))
+            operations.append(peers.operation(dist.irecv, tensor, message.peer))
         self._works = dist.batch_isend_irecv(operations) if operations else []
 
     def wait(self) -> list[torch.Tensor]:
@@ -80,13 +99,6 @@ class Exchange:
                 work.wait()
         self._works, self._outgoing = [], []
         return self._arriving
-
-
-def _operation(call, tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None):
-    assert group is not None, "a plan for several ranks needs their process group"
-    # Bytes travel: no backend then has to know the dtype.
-    flat = tensor.view(-1).view(torch.uint8)
-    return dist.P2POp(call, flat, dist.get_global_rank(group, peer), group=group)
 
 
 def _index(rows: Rows, device: torch.device) -> torch.Tensor:

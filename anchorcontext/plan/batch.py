@@ -11,12 +11,14 @@ import numpy as np
 from ..errors import UserError
 from ..window import Window
 from .anchors import plan_anchors
-from .layout import check_layout, layout_runs, local_indices, padded_length
+from .gather import gather_steps
+from .layout import check_layout, layout_runs, local_indices, merge_ranks, padded_length
 from .pieces import Pieces, make_pieces, needed
 from .ring import ring_steps
 from .steps import RankPlan
 
-EXCHANGES = {"ring": ring_steps}
+ROW_EXCHANGES = {"ring": ring_steps, "gather": gather_steps}
+EXCHANGES = (*ROW_EXCHANGES, "ulysses", "hybrid")
 
 
 class BatchPlan:
@@ -25,19 +27,30 @@ class BatchPlan:
     Every rank builds it from the same windows and reads its own part with :meth:`rank`; nothing
     has to be agreed on.
 
+    With ``ulysses`` = U > 1, U neighbouring ranks swap tokens for heads before attention: together
+    they hold the tokens of all U, each for 1/U of the heads. Attention then runs among P/U such
+    *teams*, each a rank of the row exchange; pieces, needs and steps are those of teams.
+
     Args:
         windows: the micro-batch, one or more windows. Shorter ones are padded on the right to the
             length of the longest, and all of them to what the layout divides.
-        sp_size: ranks that share a window.
+        sp_size: P, the ranks that share a window.
         layout: ``"contiguous"``, ``"zigzag"`` or ``"auto"``.
-        exchange: ``"ring"`` or ``"auto"``.
+        exchange: ``"ring"``, ``"gather"``, ``"ulysses"`` (U = P), ``"hybrid"`` (U as given, ring
+            among the teams) or ``"auto"``.
+        ulysses: U; also with ``"ring"`` and ``"gather"``, the exchange among the teams.
 
     Raises:
-        UserError: no windows, or an unknown layout or exchange.
+        UserError: no windows, an unknown layout or exchange, or a U that does not divide P.
     """
 
     def __init__(
-        self, windows: Sequence[Window], sp_size: int, layout: str = "auto", exchange: str = "auto"
+        self,
+        windows: Sequence[Window],
+        sp_size: int,
+        layout: str = "auto",
+        exchange: str = "auto",
+        ulysses: int = 1,
     ) -> None:
         if not windows:
             raise UserError("windows is empty: a micro-batch holds at least one window")
@@ -46,17 +59,13 @@ class BatchPlan:
         self.windows = tuple(windows)
         self.sp_size = sp_size
         self.layout = "zigzag" if layout == "auto" else layout
-        self.exchange = "ring" if exchange == "auto" else exchange
         check_layout(self.layout)
-        if self.exchange not in EXCHANGES:
-            near = difflib.get_close_matches(self.exchange, EXCHANGES, n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UserError(
-                f"exchange {exchange!r}: must be one of auto, {', '.join(EXCHANGES)}{hint}"
-            )
+        self.exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size)
+        self.num_teams = sp_size // self.ulysses
         self.length = max(window.num_tokens for window in windows)
         self.padded_length = padded_length(self.length, self.layout, sp_size)
         self.runs = layout_runs(self.layout, self.padded_length, sp_size)
+        self.team_runs = merge_ranks(self.runs, self.ulysses)
         self._ranks: dict[int, RankPlan] = {}
 
     @property
@@ -71,23 +80,48 @@ class BatchPlan:
 
     @cached_property
     def pieces(self) -> Pieces:
-        """The micro-batch cut at documents and runs."""
-        return make_pieces(self.windows, self.runs, self.padded_length)
+        """The micro-batch cut at documents and the teams' runs."""
+        return make_pieces(self.windows, self.team_runs, self.padded_length)
 
     @cached_property
     def need(self) -> np.ndarray:
-        """bool (P, n): which rank needs which foreign piece."""
-        return needed(self.pieces, self.sp_size)
+        """bool (P / U, n): which team needs which foreign piece."""
+        return needed(self.pieces, self.num_teams)
 
     def local_indices(self, rank: int) -> np.ndarray:
         """int64 (S,): the tokens of each padded window that ``rank`` holds, in row order."""
         return local_indices(self.runs, rank)
 
     def rank(self, rank: int) -> RankPlan:
-        """The part of ``rank``."""
-        if rank not in self._ranks:
-            num_rows = self.batch_size * self.local_length
-            steps = EXCHANGES[self.exchange](self.pieces, self.need, rank, num_rows)
-            anchors = plan_anchors(self.pieces, self.windows, self.sp_size, rank)
-            self._ranks[rank] = RankPlan(rank, self.sp_size, num_rows, steps, anchors)
-        return self._ranks[rank]
+        """What ``rank`` does as a member of its team."""
+        team = rank // self.ulysses
+        if team not in self._ranks:
+            num_rows = self.batch_size * self.local_length * self.ulysses
+            steps = ROW_EXCHANGES[self.exchange](self.pieces, self.need, team, num_rows)
+            anchors = plan_anchors(self.pieces, self.windows, self.num_teams, team)
+            self._ranks[team] = RankPlan(team, self.num_teams, num_rows, steps, anchors)
+        return self._ranks[team]
+
+
+def _resolve_exchange(exchange: str, ulysses: int, sp_size: int) -> tuple[str, int]:
+    """The row exchange among teams and the team size that a user's words stand for."""
+    if exchange != "auto" and exchange not in EXCHANGES:
+        near = difflib.get_close_matches(exchange, EXCHANGES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"exchange {exchange!r}: must be one of auto, {', '.join(EXCHANGES)}{hint}")
+    if ulysses < 1 or sp_size % ulysses:
+        divisors = [n for n in range(1, sp_size + 1) if sp_size % n == 0]
+        raise UserError(f"ulysses = {ulysses} with sp = {sp_size}: use a divisor of sp, {divisors}")
+    if exchange == "hybrid" and not 1 < ulysses < sp_size:
+        raise UserError(
+            f"exchange 'hybrid' with ulysses = {ulysses} and sp = {sp_size}: give ulysses, the "
+            "ranks that swap heads, a divisor of sp between 1 and sp"
+        )
+    if exchange == "ulysses":
+        if ulysses not in (1, sp_size):
+            raise UserError(
+                f"exchange 'ulysses' with ulysses = {ulysses} and sp = {sp_size}: all sp ranks "
+                "swap heads; leave ulysses out, or use exchange 'hybrid'"
+            )
+        return "ring", sp_size
+    return ("ring" if exchange in ("auto", "hybrid") else exchange), ulysses

@@ -25,7 +25,7 @@ def contiguous(padded_length: int, sp_size: int) -> np.ndarray:
 
 
 def zigzag(padded_length: int, sp_size: int) -> np.ndarray:
-    """Rank r holds chunks r and 2P-1-r of 2P: equal work for a causal mask over the whole window."""
+    """Rank r holds chunks r and 2P-1-r of 2P: equal work under a causal mask over the window."""
     if sp_size == 1:
         return contiguous(padded_length, 1)
     chunk = padded_length // (2 * sp_size)
@@ -62,6 +62,15 @@ def layout_runs(layout: str, padded_length: int, sp_size: int) -> np.ndarray:
     """The layout's runs, int64 (n, 3), for a window of ``padded_length`` tokens."""
     check_layout(layout)
     return LAYOUTS[layout](padded_length, sp_size)
+
+
+def merge_ranks(runs: np.ndarray, size: int) -> np.ndarray:
+    """The runs of teams of ``size`` neighbouring ranks, each team's in token order."""
+    if size == 1:
+        return runs
+    team = runs[:, 2] // size
+    order = np.lexsort((runs[:, 0], team))
+    return _join(np.stack([runs[order, 0], runs[order, 1], team[order]], axis=1))
 
 
 def local_indices(runs: np.ndarray, rank: int) -> np.ndarray:

@@ -8,17 +8,16 @@ its way at distance h when some rank at distance d >= h from o needs it::
 so the rows on hop h are a subset of those on hop h-1, every rank can drop what nobody behind it
 needs, and a hop that nobody needs is not taken. The rows that the ring moves in all are
 ``sum_{h >= 1, p} travels[h, p] * size[p]``; in mode ``full`` over a zigzag layout that is the
-classic ring.
+classic ring. Gradients go straight from the rank that computed them to the owner.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from anchorcontext.kernels.interface import Tiles
-
 from .pieces import Pieces
-from .steps import Message, Rows, Step, Transfer
+from .steps import Step, Transfer
+from .tiling import make_tiles, message, owned
 
 
 def ring_travels(pieces: Pieces, need: np.ndarray) -> np.ndarray:
@@ -38,32 +37,31 @@ def ring_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> tu
     """The steps of ``rank``; trailing steps in which it does nothing are left out."""
     sp_size = len(need)
     travels = ring_travels(pieces, need)
-    mine = _owned(pieces, rank)
+    mine = owned(pieces, rank)
     steps = [Step(num_rows=num_rows, tiles=make_tiles(pieces, mine, mine, pieces.row[mine]))]
     held, held_row = mine, pieces.row[mine]
     for step in range(1, sp_size):
-        owner = (rank - step) % sp_size
-        coming = _owned(pieces, owner)
+        owner, user = (rank - step) % sp_size, (rank + step) % sp_size
+        coming = owned(pieces, owner)
         coming = coming[travels[step, coming]]
         coming_size = pieces.size[coming]
         coming_row = np.cumsum(coming_size) - coming_size
         onward = travels[step, held]
         used = need[rank, coming]
-        user = (rank + step) % sp_size
         returned = mine[need[user, mine]]
         steps.append(
             Step(
                 num_rows=int(coming_size.sum()),
                 tiles=make_tiles(pieces, mine, coming[used], coming_row[used]),
                 incoming=Transfer(
-                    sends=_message(
+                    sends=message(
                         (rank + 1) % sp_size, held_row[onward], pieces.size[held][onward]
                     ),
-                    receives=_message((rank - 1) % sp_size, coming_row, coming_size),
+                    receives=message((rank - 1) % sp_size, coming_row, coming_size),
                 ),
                 returns=Transfer(
-                    sends=_message(owner, coming_row[used], coming_size[used]),
-                    receives=_message(user, pieces.row[returned], pieces.size[returned]),
+                    sends=message(owner, coming_row[used], coming_size[used]),
+                    receives=message(user, pieces.row[returned], pieces.size[returned]),
                 ),
             )
         )
@@ -73,59 +71,5 @@ def ring_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> tu
     return tuple(steps)
 
 
-def make_tiles(pieces: Pieces, queries: np.ndarray, keys: np.ndarray, key_row: np.ndarray) -> Tiles:
-    """The tiles of query pieces against key pieces whose rows start at ``key_row`` in a buffer.
-
-    A piece sees itself causally and every earlier piece of its group in full; neighbouring full
-    key pieces of one query piece become one tile.
-    """
-    order = np.argsort(key_row, kind="stable")
-    keys, key_row = keys[order], key_row[order]
-    sees = (pieces.group[queries][:, None] == pieces.group[keys][None, :]) & (
-        pieces.start[keys][None, :] <= pieces.start[queries][:, None]
-    )
-    q, k = np.nonzero(sees)
-    tiles = np.stack(
-        [
-            pieces.row[queries][q],
-            (pieces.row + pieces.size)[queries][q],
-            key_row[k],
-            key_row[k] + pieces.size[keys][k],
-            (queries[q] == keys[k]).astype(np.int64),
-        ],
-        axis=1,
-    )
-    return Tiles(_join_full(tiles))
-
-
-def _join_full(tiles: np.ndarray) -> np.ndarray:
-    """Join full tiles of the same queries whose keys touch."""
-    if len(tiles) < 2:
-        return tiles
-    before, after = tiles[:-1], tiles[1:]
-    joins = (
-        (before[:, 0] == after[:, 0])
-        & (before[:, 3] == after[:, 2])
-        & (before[:, 4] == 0)
-        & (after[:, 4] == 0)
-    )
-    first, last = np.r_[True, ~joins], np.r_[~joins, True]
-    joined = tiles[first].copy()
-    joined[:, 3] = tiles[last, 3]
-    return joined
-
-
-def _owned(pieces: Pieces, rank: int) -> np.ndarray:
-    """The pieces of a rank in the order of its rows: both ends of a message list them alike."""
-    index = np.flatnonzero(pieces.owner == rank)
-    return index[np.argsort(pieces.row[index], kind="stable")]
-
-
-def _message(peer: int, start: np.ndarray, size: np.ndarray) -> tuple[Message, ...]:
-    return (Message(peer, Rows.of(start, size)),) if len(start) else ()
-
-
 def _idle(step: Step) -> bool:
-    moves = (*step.incoming.sends, *step.incoming.receives)
-    homecoming = (*step.returns.sends, *step.returns.receives)
-    return not (len(step.tiles) or moves or homecoming)
+    return not (len(step.tiles) or step.incoming.busy or step.returns.busy)

@@ -56,6 +56,11 @@ class Transfer:
     receives: tuple[Message, ...] = ()
 
     @property
+    def busy(self) -> bool:
+        """Whether this rank has a part in it."""
+        return bool(self.sends or self.receives)
+
+    @property
     def rows_sent(self) -> int:
         """Rows leaving this rank."""
         return sum(message.rows.num_rows for message in self.sends)
@@ -71,9 +76,9 @@ class Step:
     """One step of a rank.
 
     ``incoming`` fills the step's key buffer: its sends select rows of the buffer held *before* the
-    step, its receives name the rows of the new buffer. Step 0 holds the rank's own rows and has no
-    ``incoming``. ``returns`` brings gradients home: sends select rows of the step's buffer, receives
-    the rank's own rows they are added to.
+    step, its receives name the rows of the new buffer. Step 0 holds the rank's own rows: nothing
+    comes in. ``returns`` brings gradients home: its sends select rows of the step's buffer, its
+    receives the rank's own rows they are added to.
     """
 
     num_rows: int

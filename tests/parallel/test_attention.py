@@ -8,6 +8,7 @@ from anchorcontext.testing import run_distributed
 
 MODES = ("full", "intra_doc", "intra_doc_reset", "anchor")
 LAYOUTS = ("contiguous", "zigzag")
+EXCHANGES = ("ring", "gather")
 # Lengths of documents; hazards 10, 11, 12, 18 and windows shorter than the ranks are many.
 DOCUMENTS = (
     (7, 13, 5, 23, 16),
@@ -37,7 +38,7 @@ def make_window(lengths, mode, seed=0):
     return Window.from_documents(documents, anchor_id=0 if mode == "anchor" else None, mode=mode)
 
 
-def check_attention(rank, world, cases, heads, engine, dtype_name="float64"):
+def check_attention(rank, world, cases, heads, engine, ulysses=1):
     """Every case on this group: outputs and gradients of all ranks against the oracle."""
     import torch
     import torch.distributed as dist
@@ -45,12 +46,14 @@ def check_attention(rank, world, cases, heads, engine, dtype_name="float64"):
     from anchorcontext import distributed_attention, make_plan, unshard
     from anchorcontext.testing.oracle import dense_attention, dense_mask
 
-    dtype = getattr(torch, dtype_name)
+    dtype = torch.float64
     num_heads, num_kv_heads = heads
     head_dim, scale = 8, 0.3
-    for batch, mode, layout in cases:
+    for batch, mode, layout, exchange in cases:
         windows = [make_window(lengths, mode, seed) for seed, lengths in enumerate(batch)]
-        plan = make_plan(windows, dist.group.WORLD, layout, "ring", engine=engine)
+        plan = make_plan(
+            windows, dist.group.WORLD, layout, exchange, ulysses=ulysses, engine=engine
+        )
         torch.manual_seed(1)
         shape = (len(windows), plan.padded_length, head_dim)
         whole = [
@@ -69,9 +72,13 @@ def check_attention(rank, world, cases, heads, engine, dtype_name="float64"):
         found = [unshard(x.transpose(1, 2), plan) for x in (out, q.grad, k.grad, v.grad)]
 
         sent = plan.predicted_bytes(
-            num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=dtype
+            num_layers=1,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
         )
-        name = (rank, world, batch, mode, layout, heads, engine)
+        name = (rank, world, batch, mode, layout, exchange, ulysses, heads, engine)
         assert plan.meter.bytes_sent == sent, name
         for b, window in enumerate(windows):
             length = window.num_tokens
@@ -86,22 +93,50 @@ def check_attention(rank, world, cases, heads, engine, dtype_name="float64"):
                 assert error < TOLERANCE, (what, error, *name)
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (4, 1), (2, 2)], ids=lambda h: f"{h[0]}q{h[1]}kv")
+def cases(batches, exchanges=EXCHANGES):
+    return [
+        (batch, mode, layout, exchange)
+        for batch in batches
+        for mode in MODES
+        for layout in LAYOUTS
+        for exchange in exchanges
+    ]
+
+
+SINGLE = [(lengths,) for lengths in DOCUMENTS]
+BATCHES = [((7, 13, 5), (1,) * 11, (30,)), ((9, 23), (9, 23)), ((3,), (40, 2))]
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (4, 1)], ids=lambda h: f"{h[0]}q{h[1]}kv")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_mode_layout_and_document_set_equals_the_dense_oracle(world, heads):
-    cases = [((d,), mode, layout) for d in DOCUMENTS for mode in MODES for layout in LAYOUTS]
     engine = "reference" if heads == (4, 2) else "cpu"
-    run_distributed(check_attention, world, cases, heads, engine)
+    exchanges = EXCHANGES if world > 1 else ("ring",)
+    run_distributed(check_attention, world, cases(SINGLE, exchanges), heads, engine)
 
 
 @pytest.mark.parametrize("world", [5, 8])
 def test_more_ranks_than_documents(world):
-    cases = [((d,), mode, layout) for d in DOCUMENTS[::3] for mode in MODES for layout in LAYOUTS]
-    run_distributed(check_attention, world, cases, (4, 2), "cpu")
+    run_distributed(check_attention, world, cases(SINGLE[::3]), (4, 2), "cpu")
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_batch_of_windows_with_documents_and_anchors_of_their_own(world):
-    batches = [((7, 13, 5), (1,) * 11, (30,)), ((9, 23), (9, 23)), ((3,), (40, 2))]
-    cases = [(batch, mode, layout) for batch in batches for mode in MODES for layout in LAYOUTS]
-    run_distributed(check_attention, world, cases, (4, 2), "cpu")
+    run_distributed(check_attention, world, cases(BATCHES), (4, 2), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("world", "heads"),
+    [(2, (4, 2)), (2, (4, 1)), (4, (4, 2)), (4, (8, 8)), (3, (9, 3)), (8, (8, 2))],
+)
+def test_ulysses_swaps_heads_and_sums_replicated_key_heads(world, heads):
+    """Hazard 21: key/value heads fewer than ranks are replicated, their gradients summed."""
+    batches = SINGLE[::2] + BATCHES[:1]
+    run_distributed(check_attention, world, cases(batches, ["ulysses"]), heads, "cpu", world)
+
+
+@pytest.mark.parametrize(("world", "ulysses"), [(4, 2), (8, 2), (8, 4)])
+def test_hybrid_swaps_heads_in_a_team_and_rows_between_teams(world, ulysses):
+    batches = SINGLE[::3] + BATCHES[:1]
+    both = cases(batches, ["hybrid", "gather"])
+    run_distributed(check_attention, world, both, (4, 2), "cpu", ulysses)

@@ -85,9 +85,7 @@ def check_groups(rank, world, group_ranks):
     alone = make_plan(window, None)
     whole = torch.randn(3, 1, 4, plan.padded_length, 8, dtype=torch.float64)
     rows = torch.from_numpy(plan.data.local_indices(plan.sp_rank))
-    out = unshard(
-        distributed_attention(*whole[:, :, :, rows].clone(), plan).transpose(1, 2), plan
-    )
+    out = unshard(distributed_attention(*whole[:, :, :, rows].clone(), plan).transpose(1, 2), plan)
     expected = distributed_attention(*whole[:, :, :, : window.num_tokens].clone(), alone)
     torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-12)
     return True
@@ -103,14 +101,17 @@ def check_mesh(rank, world, sp):
     from anchorcontext.parallel import build_mesh
 
     mesh = build_mesh(sp)
-    sizes = [
-        group.size() if group is not None else 1 for group in (mesh.sp_group, mesh.dp_group)
-    ]
+    sizes = [group.size() if group is not None else 1 for group in (mesh.sp_group, mesh.dp_group)]
     return mesh.dp_rank, mesh.sp_rank, *sizes
 
 
 def test_mesh_places_sp_ranks_next_to_each_other():
-    assert run_distributed(check_mesh, 4, 2) == [(0, 0, 2, 2), (0, 1, 2, 2), (1, 0, 2, 2), (1, 1, 2, 2)]
+    assert run_distributed(check_mesh, 4, 2) == [
+        (0, 0, 2, 2),
+        (0, 1, 2, 2),
+        (1, 0, 2, 2),
+        (1, 1, 2, 2),
+    ]
     assert run_distributed(check_mesh, 2, 1) == [(0, 0, 1, 2), (1, 0, 1, 2)]
     with pytest.raises(RuntimeError, match=r"parallel.sp = 3 with 4 ranks: .* one of \[1, 2, 4\]"):
         run_distributed(check_mesh, 4, 3)
@@ -144,7 +145,9 @@ def test_the_bf16_error_does_not_grow_with_the_ranks():
     """Hazard 19: accumulators are fp32, gradients come back in the input's dtype."""
     errors = {sp: run_distributed(check_precision, sp)[0] for sp in (1, 2, 4)}
     for sp in (2, 4):
-        for name, alone, split in zip(("out", "dq", "dk", "dv"), errors[1], errors[sp], strict=True):
+        for name, alone, split in zip(
+            ("out", "dq", "dk", "dv"), errors[1], errors[sp], strict=True
+        ):
             assert split < 1.1 * alone, (name, sp, errors)
 
 

@@ -179,7 +179,7 @@ def test_unknown_names_are_refused_with_the_nearest_known_one():
     window = window_of([4], "full")
     with pytest.raises(UserError, match="did you mean 'zigzag'"):
         BatchPlan([window], 2, "zig-zag")
-    with pytest.raises(UserError, match="exchange 'rings'.*did you mean 'ring'"):
+    with pytest.raises(UserError, match=r"exchange 'rings'.*did you mean 'ring'"):
         BatchPlan([window], 2, "zigzag", "rings")
     with pytest.raises(UserError, match="at least one window"):
         BatchPlan([], 2)
