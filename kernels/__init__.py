@@ -1,0 +1,108 @@
+"""Attention over a tile list on one device: engines, and the numerics they share.
+
+`get_engine` chooses an engine; `interface` says what an engine computes; `merge` combines partial
+results and adds the anchor.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib
+import logging
+from typing import Protocol
+
+import torch
+
+from anchorcontext.errors import UserError
+
+from .interface import TILE_COLUMNS, Engine, SoftmaxState, Tiles, accumulator_dtype
+from .merge import anchor_backward_, anchor_forward_, lse_for_backward, merge_, merge_rows_
+
+__all__ = [
+    "ENGINES",
+    "TILE_COLUMNS",
+    "Engine",
+    "SoftmaxState",
+    "Tiles",
+    "accumulator_dtype",
+    "anchor_backward_",
+    "anchor_forward_",
+    "engine_report",
+    "get_engine",
+    "lse_for_backward",
+    "merge_",
+    "merge_rows_",
+]
+
+logger = logging.getLogger("anchorcontext")
+
+# Every engine, the preferred one first, as "module:class" so that only the chosen one is imported.
+# A class has `name` and `why_not(device, dtype)`; its module must import without the engine's
+# optional dependencies and let `why_not` say which is missing.
+ENGINES: dict[str, str] = {
+    "cpu": ".cpu:CpuEngine",
+    "reference": ".reference:ReferenceEngine",
+}
+
+
+class _EngineClass(Protocol):
+    def __call__(self) -> Engine: ...
+
+    def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None: ...
+
+
+def get_engine(name: str = "auto", *, device: torch.device, dtype: torch.dtype) -> Engine:
+    """The engine that computes attention on ``device`` for queries and keys of ``dtype``.
+
+    Args:
+        name: a key of `ENGINES`, or ``auto``: the first of them that can serve. What ``auto``
+            chose, and why, is logged once per device and dtype.
+        device: where q, k and v live.
+        dtype: dtype of q, k and v.
+
+    Raises:
+        UserError: the name is unknown, or the engine cannot serve the device or dtype.
+    """
+    device = torch.device(device)
+    if name == "auto":
+        return _engine_class(_choose(device, dtype))()
+    if name not in ENGINES:
+        close = difflib.get_close_matches(name, ["auto", *ENGINES], n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "use 'auto' to let the device decide."
+        known = ", ".join(["auto", *ENGINES])
+        raise UserError(f"unknown attention engine {name!r}: it must be one of {known}; {hint}")
+    engine = _engine_class(name)
+    reason = engine.why_not(device, dtype)
+    if reason is not None:
+        able = [other for other, why in engine_report(device, dtype).items() if why is None]
+        fix = f"use 'auto' or {', '.join(able)}" if able else "use a floating-point dtype"
+        raise UserError(
+            f"attention engine {name!r} cannot serve {dtype} on {device.type}: {reason}; {fix}."
+        )
+    return engine()
+
+
+def engine_report(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
+    """For every engine: why it cannot serve ``device`` and ``dtype``, or None when it can."""
+    return {name: _engine_class(name).why_not(device, dtype) for name in ENGINES}
+
+
+@functools.cache
+def _choose(device: torch.device, dtype: torch.dtype) -> str:
+    passed_over = []
+    for name, reason in engine_report(device, dtype).items():
+        if reason is None:
+            why = "; ".join(passed_over) or "the fastest one for this device"
+            logger.info("attention engine %r for %s on %s (%s)", name, dtype, device.type, why)
+            return name
+        passed_over.append(f"not {name!r}: {reason}")
+    raise UserError(
+        f"no attention engine serves {dtype} on {device.type} ({'; '.join(passed_over)}); "
+        "use a floating-point dtype."
+    )
+
+
+def _engine_class(name: str) -> _EngineClass:
+    module, attribute = ENGINES[name].split(":")
+    return getattr(importlib.import_module(module, __package__), attribute)
