@@ -1,0 +1,91 @@
+"""Validate a run without weights, optimiser or training: config, ranks, model, data, one plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..config import Config
+from ..model import build_config
+from ..parallel import build_mesh, make_plan
+from .engine import deepspeed_config
+from .job import build_loader, open_dataset
+from .launch import start_process
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What a run would do."""
+
+    world_size: int
+    dp: int
+    sp: int
+    accumulation: int
+    model_type: str
+    num_layers: int
+    windows: int
+    """Windows in the dataset."""
+    window_id: int
+    window_tokens: int
+    window_documents: int
+    window_targets: int
+    layout: str
+    tokens_per_rank: int
+    """Of the window, padding included."""
+    pairs_per_rank: list[int]
+    """Visible (query, key) pairs each rank of the SP group computes, per layer and head."""
+    bytes_per_rank: list[int]
+    """What each rank of the SP group sends for the window's attention in one training step."""
+
+
+def dry_run(config: Config) -> DryRun:
+    """Check everything that can be checked before weights are loaded, and plan one window.
+
+    Raises:
+        UserError: whatever would stop the run.
+    """
+    process = start_process()
+    control = process.control
+    with control.together("checking the config"):
+        shape = config.check_world(process.world_size)
+        deepspeed_config(config, process.world_size, process.device)
+    mesh = build_mesh(config.parallel.sp)
+    with control.together("opening the data and the model's config"):
+        dataset = open_dataset(config)
+        loader = build_loader(config, dataset, mesh)
+        model = build_config(
+            config.model, window_tokens=dataset.window_tokens, vocab_size=dataset.vocab_size
+        ).get_text_config()
+        windows = next(loader)
+    attention = config.attention
+    plan = make_plan(
+        windows[0], mesh.sp_group, attention.layout, attention.exchange, engine=attention.engine
+    )
+    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    sent = plan.predicted_bytes(
+        num_layers=model.num_hidden_layers,
+        num_heads=model.num_attention_heads,
+        num_kv_heads=model.num_key_value_heads,
+        head_dim=head_dim,
+        dtype=torch.bfloat16 if config.model.dtype == "bf16" else torch.float32,
+        forwards=2 if config.model.gradient_checkpointing else 1,
+    )
+    group = control.gather((plan.mine.num_pairs, sent))[: mesh.sp]
+    return DryRun(
+        world_size=mesh.world_size,
+        dp=mesh.dp,
+        sp=mesh.sp,
+        accumulation=shape.accumulation,
+        model_type=model.model_type,
+        num_layers=model.num_hidden_layers,
+        windows=len(dataset),
+        window_id=loader.window_ids(0, 1)[0],
+        window_tokens=plan.length,
+        window_documents=len(windows[0].cu_seqlens) - 1,
+        window_targets=windows[0].num_targets,
+        layout=plan.data.layout,
+        tokens_per_rank=plan.local_length,
+        pairs_per_rank=[pairs for pairs, _ in group],
+        bytes_per_rank=[sent for _, sent in group],
+    )

@@ -1,0 +1,140 @@
+"""Everything a run needs before its first step, on every rank: ranks, data, model, engine.
+
+``Trainer`` and ``anchorcontext parity`` start from the same job, so what is checked is what trains.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from ..config import Config
+from ..data import Loader, WindowDataset
+from ..errors import UserError
+from ..model import TrainModel, build_model, verify_rope
+from ..parallel import Mesh, build_mesh
+from ..window import Window
+from .engine import build_engine
+from .launch import start_process
+from .seeds import seed_everything
+
+if TYPE_CHECKING:
+    from deepspeed import DeepSpeedEngine
+
+logger = logging.getLogger(__name__)
+
+
+class Job:
+    """The parts of a run in the order in which they depend on each other; collective.
+
+    Raises:
+        UserError: config, data, model or ranks do not fit together; on every rank alike.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.process = start_process()
+        self.control = self.process.control
+        self.device = self.process.device
+        with self.control.together("checking the config"):
+            self.shape = config.check_world(self.process.world_size)
+        self.mesh = build_mesh(config.parallel.sp)
+        seed_everything(config.run.seed)
+        with self.control.together("opening the data"):
+            self.dataset = open_dataset(config)
+            self.loader = build_loader(config, self.dataset, self.mesh)
+        with self.control.together("building the model"):
+            self.train_model = self._build_model()
+        self.engine: DeepSpeedEngine = build_engine(self.train_model, config, self.device)
+        with self.control.together("checking RoPE after DeepSpeed's casts"):
+            verify_rope(self.train_model.causal_lm)
+
+    @property
+    def run_dir(self) -> Path:
+        """The folder of the run."""
+        return Path(self.config.run.output_dir) / self.config.run.name
+
+    def next_micro_batches(self) -> list[list[Window]]:
+        """This rank's windows of the next optimiser step, one list a micro-batch.
+
+        Raises:
+            UserError: on every rank, when one of them cannot read its windows or they do not fit
+                the model.
+        """
+        with self.control.together("reading the next windows"):
+            return [self._checked(next(self.loader)) for _ in range(self.shape.accumulation)]
+
+    def peek_micro_batches(self, count: int = 1) -> list[list[Window]]:
+        """The windows of the next ``count`` micro-batches; the step after gets them again."""
+        state = self.loader.state_dict()
+        with self.control.together("reading the next windows"):
+            windows = [self._checked(next(self.loader)) for _ in range(count)]
+        self.loader.load_state_dict(state)
+        return windows
+
+    def close(self) -> None:
+        """Leave the process group."""
+        self.engine.destroy()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _build_model(self) -> TrainModel:
+        model = build_model(
+            self.config.model,
+            window_tokens=self.dataset.window_tokens,
+            seed=self.config.run.seed,
+            vocab_size=self.dataset.vocab_size,
+        )
+        return TrainModel(model, self.config.loss.chunk_tokens).to(self.device)
+
+    def _checked(self, windows: list[Window]) -> list[Window]:
+        """A token id outside the vocabulary would read foreign memory on a GPU, or hang it."""
+        vocab_size = self.train_model.causal_lm.config.vocab_size
+        for index, window in zip(self.loader.last_ids, windows, strict=True):
+            low, high = int(window.input_ids.min()), int(window.input_ids.max())
+            if low < 0 or high >= vocab_size:
+                raise UserError(
+                    f"window {index} of {self.dataset.path} holds token id "
+                    f"{low if low < 0 else high}: the model knows the ids 0..{vocab_size - 1}; "
+                    "prepare the data with the model's tokenizer"
+                )
+        return windows
+
+
+def open_dataset(config: Config) -> WindowDataset:
+    """The prepared windows of the config.
+
+    Raises:
+        UserError: there are none, or they have another length than the config says.
+    """
+    dataset = WindowDataset(config.data.path)
+    if dataset.window_tokens != config.data.window_tokens:
+        raise UserError(
+            f"data.window_tokens = {config.data.window_tokens}, but {dataset.path} was prepared "
+            f"with {dataset.window_tokens}; run `anchorcontext prepare CONFIG --force`, or set "
+            f"data.window_tokens={dataset.window_tokens}"
+        )
+    return dataset
+
+
+def build_loader(config: Config, dataset: WindowDataset, mesh: Mesh) -> Loader:
+    """The windows of this rank, in the order of the seed."""
+    return Loader(
+        dataset,
+        mode=config.attention.mode,
+        boundary=config.loss.boundary,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp,
+        micro_batch_windows=config.train.micro_batch_windows,
+        seed=config.run.seed,
+        shuffle=config.data.shuffle,
+    )
+
+
+def peak_dtype(config: Config) -> torch.dtype:
+    """The dtype of the model's matrix products."""
+    return torch.bfloat16 if config.model.dtype == "bf16" else torch.float32

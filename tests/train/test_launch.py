@@ -1,0 +1,69 @@
+"""What each launcher's variables mean, and what is refused."""
+
+import pytest
+
+from anchorcontext.errors import UserError
+from anchorcontext.train.launch import first_host, read_launch_environment
+
+
+def test_no_launcher_is_a_world_of_one():
+    launch = read_launch_environment({"PATH": "/bin"})
+    assert (launch.rank, launch.world_size, launch.local_rank) == (0, 1, 0)
+
+
+def test_torchrun_and_deepspeed_variables():
+    launch = read_launch_environment(
+        {
+            "RANK": "5",
+            "WORLD_SIZE": "8",
+            "LOCAL_RANK": "1",
+            "MASTER_ADDR": "node0",
+            "MASTER_PORT": "1234",
+        }
+    )
+    assert (launch.rank, launch.world_size, launch.local_rank) == (5, 8, 1)
+    assert launch.variables()["MASTER_ADDR"] == "node0"
+
+
+def test_srun_variables_find_the_rendezvous_in_the_first_host():
+    launch = read_launch_environment(
+        {
+            "SLURM_STEP_ID": "0",
+            "SLURM_PROCID": "3",
+            "SLURM_LOCALID": "1",
+            "SLURM_STEP_NUM_TASKS": "4",
+            "SLURM_NTASKS": "64",
+            "SLURM_STEP_NODELIST": "gpu[07-08]",
+            "SLURM_JOB_ID": "123456",
+        }
+    )
+    assert (launch.rank, launch.world_size, launch.local_rank) == (3, 4, 1)
+    assert (launch.master_addr, launch.master_port) == ("gpu07", 23456)
+
+
+def test_a_batch_script_without_srun_is_a_world_of_one():
+    # sbatch sets SLURM_PROCID and SLURM_NTASKS for the script itself; nobody else would come.
+    launch = read_launch_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"})
+    assert launch.world_size == 1
+
+
+@pytest.mark.parametrize(
+    ("nodelist", "host"),
+    [("n1", "n1"), ("n[1-4]", "n1"), ("n[03,07-09]-ib,m2", "n03-ib"), ("a,b", "a")],
+)
+def test_first_host(nodelist, host):
+    assert first_host(nodelist) == host
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({"RANK": "x", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "RANK='x'"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}, "rank 2"),
+    ],
+)
+def test_incomplete_variables_are_named(environ, named):
+    with pytest.raises(UserError, match=named):
+        read_launch_environment(environ)
