@@ -1,0 +1,165 @@
+"""Which windows a rank trains on, in which order; knows nothing of torch.distributed.
+
+The stream of windows is endless and the same for everybody: epoch after epoch, each a permutation
+of the dataset that is a function of (seed, epoch) alone. *Global window* ``n`` is the n-th of that
+stream. A round hands ``dp_size x micro_batch_windows`` consecutive global windows to the data
+parallel ranks; a step is one or more rounds, so the windows of a step depend neither on dp, nor on
+sp, nor on accumulation, and a position is one integer that means the same in every arrangement.
+
+::
+
+    position p         dp rank 0      dp rank 1                     (micro_batch_windows = 2)
+    round 0       p    p+0  p+1       p+2  p+3
+    round 1     p+4    p+4  p+5       p+6  p+7
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..modes import Mode, get_mode
+from ..window import Window
+from .store import WindowDataset
+
+
+def epoch_order(num_windows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """The window indices of one epoch in order, int64 (num_windows,).
+
+    Indices are sorted by a hash of (seed, epoch, index): SplitMix64 (Steele, Lea, Flood, OOPSLA
+    2014), written out, because NumPy may change the streams of its generators between versions and
+    a resumed run must not.
+    """
+    index = np.arange(num_windows, dtype=np.uint64)
+    if not shuffle:
+        return index.astype(np.int64)
+    key = _splitmix64(np.array([seed % (1 << 64)], dtype=np.uint64))
+    key = _splitmix64(key + np.uint64(epoch))
+    return np.argsort(_splitmix64(key + index), kind="stable").astype(np.int64)
+
+
+def _splitmix64(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+class Loader:
+    """An endless iterator over the micro-batches of one data-parallel rank.
+
+    Each item is a list of ``micro_batch_windows`` windows. All ranks of an SP group pass the same
+    ``dp_rank`` and so get the same windows.
+
+    Args:
+        dataset: the prepared windows.
+        mode, boundary: as of :class:`~anchorcontext.window.Window`.
+        dp_rank, dp_size: the place in the data-parallel dimension of the mesh.
+        micro_batch_windows: windows of one rank in one round.
+        seed, shuffle: decide the order; ``shuffle=False`` is the order of packing, every epoch.
+
+    Raises:
+        UserError: the dataset is empty, or has no anchor and ``mode`` needs one.
+    """
+
+    def __init__(
+        self,
+        dataset: WindowDataset,
+        *,
+        mode: str | Mode = "anchor",
+        boundary: str = "mask",
+        dp_rank: int = 0,
+        dp_size: int = 1,
+        micro_batch_windows: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+    ) -> None:
+        if not 0 <= dp_rank < dp_size:
+            raise UserError(f"dp_rank = {dp_rank}: must lie in 0 .. {dp_size - 1} (dp_size - 1)")
+        if micro_batch_windows < 1:
+            raise UserError(f"micro_batch_windows = {micro_batch_windows}: at least 1")
+        if len(dataset) == 0:
+            raise UserError(f"data.path = {str(dataset.path)!r} holds no windows")
+        self.mode = get_mode(mode)
+        if self.mode.anchor and dataset.anchor_id is None:
+            raise UserError(
+                f"attention.mode = {self.mode.name!r} needs windows with an anchor, and "
+                f"{dataset.path} was prepared with data.anchor=none; prepare it with "
+                "data.anchor=auto"
+            )
+        self.dataset = dataset
+        self.boundary = boundary
+        self.dp_rank, self.dp_size = dp_rank, dp_size
+        self.micro_batch_windows = micro_batch_windows
+        self.seed, self.shuffle = seed, shuffle
+        self.position = 0
+        """Global windows handed out so far, over all ranks."""
+        self.last_ids: list[int] = []
+        """Dataset indices of the windows handed out last."""
+        self._order: tuple[int, np.ndarray] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next global window."""
+        return self.position // len(self.dataset)
+
+    @property
+    def windows_per_round(self) -> int:
+        """Global windows that one ``next`` on every rank hands out together."""
+        return self.dp_size * self.micro_batch_windows
+
+    def window_ids(self, position: int, count: int) -> list[int]:
+        """Dataset indices of the global windows ``position`` to ``position + count - 1``."""
+        return [self._window_id(n) for n in range(position, position + count)]
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> list[Window]:
+        # A prefetcher belongs here: ids and windows are functions of the position alone, so later
+        # rounds can be built ahead while ``position`` keeps counting what was handed out.
+        first = self.position + self.dp_rank * self.micro_batch_windows
+        ids = self.window_ids(first, self.micro_batch_windows)
+        windows = [self.dataset[index].window(self.mode, self.boundary) for index in ids]
+        self.position += self.windows_per_round
+        self.last_ids = ids
+        return windows
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the stream stands; equal on all ranks, independent of dp, sp and accumulation."""
+        return {
+            "position": self.position,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "fingerprint": self.dataset.fingerprint,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue with the first window that the saved run had not handed out.
+
+        Raises:
+            UserError: the state is of other windows or of another order, so that "the next unseen
+                window" has no meaning.
+        """
+        rules = {
+            "fingerprint": (self.dataset.fingerprint, "point data.path to the windows it was on"),
+            "seed": (self.seed, "use the seed of the saved run"),
+            "shuffle": (self.shuffle, "use the data.shuffle of the saved run"),
+        }
+        for key, (ours, fix) in rules.items():
+            if state[key] != ours:
+                raise UserError(
+                    f"the data position was saved with {key} {state[key]!r}, this run has "
+                    f"{ours!r}: the order of windows differs; {fix}, or start a new run"
+                )
+        self.position = int(state["position"])
+        self.last_ids = []
+
+    def _window_id(self, n: int) -> int:
+        epoch, place = divmod(n, len(self.dataset))
+        if self._order is None or self._order[0] != epoch:
+            self._order = epoch, epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)
+        return int(self._order[1][place])

@@ -1,0 +1,279 @@
+"""prepare: an account of every token, a folder that is complete or not there."""
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from anchorcontext.cli import group
+from anchorcontext.config import parse_config, save_config
+from anchorcontext.data import Loader, WindowDataset, load_tokenizer, pipeline, prepare
+from anchorcontext.errors import UserError
+
+DOCUMENTS = [f"Document {i}. " + "words and more words " * (i % 7) for i in range(40)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("corpus")
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS)
+    (folder / "rows.jsonl").write_text(rows)
+    (folder / "code").mkdir()
+    for i in range(5):
+        (folder / "code" / f"{i}.py").write_text(f"def f{i}():\n    return {i}\n" * (3 * i + 1))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tokenizer_folder(tmp_path_factory):
+    from anchorcontext.data import train_tokenizer
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_tokenizer(DOCUMENTS, 280).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def config(corpus, tokenizer_folder, tmp_path):
+    def make(**data):
+        values = {
+            "path": str(tmp_path / "out"),
+            "sources": [
+                {"path": str(corpus / "rows.jsonl"), "name": "prose"},
+                {"path": str(corpus / "code"), "name": "code"},
+            ],
+            "tokenizer": str(tokenizer_folder),
+            "window_tokens": 64,
+        }
+        return parse_config(
+            {
+                "run": {"name": "test"},
+                "model": {"scratch": {"model_type": "llama", "vocab_size": 512}},
+                "data": {**values, **data},
+                "attention": {"mode": "full"},
+                "train": {"steps": 1, "windows_per_step": 1},
+            }
+        )
+
+    return make
+
+
+def in_and_out(report):
+    return report.tokens_in, report.tokens_kept + sum(d.tokens for d in report.dropped.values())
+
+
+def test_windows_hold_every_document_in_order(config, corpus):
+    report = prepare(config())
+    dataset = WindowDataset(report.path)
+    tokenizer = load_tokenizer(dataset.tokenizer_path)
+    assert report.tokens_in == report.tokens_kept and report.dropped == {}
+    assert report.documents == 45 and report.windows == len(dataset)
+    found = {}
+    for record in dataset:
+        assert record.input_ids.dtype == np.int32 and len(record.input_ids) <= 64
+        assert record.input_ids[0] == tokenizer.bos_token_id == dataset.anchor_id
+        assert record.cu_seqlens[:2].tolist() == [0, 1] and record.documents[0] == -1
+        edges = record.cu_seqlens.tolist()
+        for begin, end, document, start in zip(
+            edges[1:-1], edges[2:], record.documents[1:], record.starts[1:], strict=True
+        ):
+            tokens = found.setdefault(int(document), [])
+            assert len(tokens) == start
+            tokens += record.input_ids[begin:end].tolist()
+    assert sorted(found) == list(range(45))
+    code = [(corpus / "code" / f"{i}.py").read_text() for i in range(5)]
+    for index, text in enumerate(DOCUMENTS + code):
+        info = dataset.document(index)
+        assert found[index][-1] == tokenizer.eos_token_id
+        assert tokenizer.decode(found[index][:-1]) == text
+        assert info.num_tokens == len(found[index])
+        assert (info.source, info.name) == (
+            ("prose", f"rows.jsonl:{index + 1}") if index < 40 else ("code", f"{index - 40}.py")
+        )
+
+
+def test_kept_and_dropped_are_what_went_in(config):
+    report = prepare(config(min_document_tokens=20, max_windows=3, add_eos=False))
+    assert set(report.dropped) == {"min_document_tokens", "max_windows"}
+    assert report.windows == 3 and report.tokens_kept == 3 * 63
+    tokens_in, tokens_out = in_and_out(report)
+    assert tokens_in == tokens_out == sum(part.tokens for part in report.sources.values())
+    assert report.tokens_kept == sum(part.kept for part in report.sources.values())
+    assert report.eos_added == 0
+
+
+def test_rendered_anchors_are_dropped_and_counted(config, tmp_path, tokenizer_folder):
+    bos = load_tokenizer(tokenizer_folder).bos_token
+    (tmp_path / "bos.jsonl").write_text(json.dumps({"text": f"{bos}one two"}) + "\n")
+    report = prepare(config(sources=[{"path": str(tmp_path / "bos.jsonl")}]))
+    assert report.dropped["rendered_anchor"].tokens == 1
+    assert in_and_out(report)[0] == in_and_out(report)[1]
+    record = WindowDataset(report.path)[0]
+    assert (record.input_ids == load_tokenizer(tokenizer_folder).bos_token_id).sum() == 1
+
+
+def test_windows_without_an_anchor(config):
+    dataset = WindowDataset(prepare(config(anchor="none")).path)
+    assert dataset.anchor_id is None
+    assert all(len(record.input_ids) == 64 for record in list(dataset)[:-1])
+    assert dataset[0].documents[0] == 0
+    with pytest.raises(UserError, match="mode = 'anchor' needs windows with an anchor"):
+        Loader(dataset, mode="anchor")
+
+
+def test_the_same_request_is_reused_and_another_one_refused(config, corpus, tmp_path):
+    first = prepare(config())
+    before = os.stat(tmp_path / "out" / "meta.json").st_mtime_ns
+    second = prepare(config())
+    assert second.reused and not first.reused
+    assert os.stat(tmp_path / "out" / "meta.json").st_mtime_ns == before
+    assert {**vars(second), "reused": False} == vars(first)
+
+    with pytest.raises(UserError, match="window_tokens: was 64, now 32\nprepare with --force"):
+        prepare(config(window_tokens=32))
+    assert WindowDataset(tmp_path / "out").fingerprint == first.fingerprint
+    forced = prepare(config(window_tokens=32), force=True)
+    assert not forced.reused and WindowDataset(tmp_path / "out").window_tokens == 32
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_a_changed_source_file_is_noticed(config, tmp_path):
+    (tmp_path / "a.txt").write_text("one text")
+    made = config(sources=[{"path": str(tmp_path / "a.txt")}])
+    prepare(made)
+    (tmp_path / "a.txt").write_text("another text")
+    with pytest.raises(UserError, match="sources: was"):
+        prepare(made)
+
+
+def test_equal_input_gives_equal_windows(config, tmp_path, monkeypatch):
+    paths = []
+    for threads, batch in ((("true"), 1 << 22), (("false"), 100)):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", threads)
+        monkeypatch.setattr(pipeline, "BATCH_CHARACTERS", batch)
+        paths.append(prepare(config(path=str(tmp_path / threads))).path)
+    first, second = map(WindowDataset, paths)
+    assert first.fingerprint == second.fingerprint
+    assert prepare(config(path=str(tmp_path / "c"), add_eos=False)).fingerprint != first.fingerprint
+
+
+def test_broken_entries_stop_or_are_skipped_and_kept_on_record(config, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "fine"}\n{"text": ""}\nbroken\n')
+    sources = [{"path": str(tmp_path / "rows.jsonl")}]
+    with pytest.raises(UserError, match=r"rows.jsonl:2: empty document\n.*rows.jsonl:3: broken"):
+        prepare(config(sources=sources))
+    assert not (tmp_path / "out").exists()
+    report = prepare(config(sources=sources, on_error="skip"))
+    assert report.problems == {"empty document": 1, "broken JSON": 1} and report.documents == 1
+    lines = (tmp_path / "out" / "problems.jsonl").read_text().splitlines()
+    assert [json.loads(line)["location"].rsplit(":", 1)[1] for line in lines] == ["2", "3"]
+
+
+def test_problems_stop_the_training_of_a_tokenizer_too(config, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"text": "fine"}\nbroken\n')
+    sources = [{"path": str(tmp_path / "rows.jsonl")}]
+    own = {"sources": sources, "tokenizer": None, "train_tokenizer": {"vocab_size": 300}}
+    with pytest.raises(UserError, match=r"rows.jsonl:2: broken JSON"):
+        prepare(config(**own))
+    assert prepare(config(**own, on_error="skip")).problems == {"broken JSON": 1}
+
+
+def test_nothing_to_learn_from_is_an_error(config, tmp_path):
+    (tmp_path / "rows.jsonl").write_text("broken\n")
+    sources = [{"path": str(tmp_path / "rows.jsonl")}]
+    with pytest.raises(UserError, match=r"hold no document \(1 entries were skipped\)"):
+        prepare(config(sources=sources, on_error="skip"))
+    with pytest.raises(UserError, match="no window: none of its 45 documents"):
+        prepare(config(min_document_tokens=10_000))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused(config, tmp_path):
+    small = config().model_copy(
+        update={"model": config().model.model_copy(update={"scratch": {"vocab_size": 100}})}
+    )
+    with pytest.raises(UserError, match="280 tokens, the model's vocabulary 100"):
+        prepare(small)
+    assert not (tmp_path / "out").exists()
+    prepare(config())
+    with pytest.raises(UserError, match="280 tokens, the model's vocabulary 100"):
+        prepare(small)
+
+
+def test_an_error_leaves_the_old_windows(config, tmp_path, monkeypatch):
+    before = prepare(config()).fingerprint
+
+    def fail(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pipeline, "_assemble", fail)
+    with pytest.raises(UserError, match="no space left on the disk"):
+        prepare(config(window_tokens=32), force=True)
+    assert WindowDataset(tmp_path / "out").fingerprint == before
+    assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_a_killed_prepare_leaves_nothing_that_looks_complete(config, tmp_path):
+    save_config(config(), tmp_path / "config.yaml")
+    script = (
+        "import os, signal, sys\n"
+        "from anchorcontext.config import load_config\n"
+        "from anchorcontext.data import pipeline, prepare\n"
+        "pipeline._assemble = lambda *args: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "prepare(load_config(sys.argv[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script, str(tmp_path / "config.yaml")])
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "out.incomplete").is_dir() and not (tmp_path / "out").exists()
+    for path in ("out", "out.incomplete"):
+        with pytest.raises(UserError, match="not a prepared folder"):
+            WindowDataset(tmp_path / path)
+    assert not prepare(config()).reused
+    assert sorted(os.listdir(tmp_path)) == ["config.yaml", "out"]
+
+
+def test_two_processes_do_not_prepare_one_folder(config, tmp_path):
+    with open(tmp_path / "out.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another process is preparing"):
+            prepare(config())
+    assert not prepare(config()).reused
+
+
+def test_a_folder_of_something_else_is_never_replaced(config, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("precious")
+    with pytest.raises(UserError, match="exists and is no prepared folder"):
+        prepare(config(), force=True)
+    assert (tmp_path / "out" / "thesis.txt").read_text() == "precious"
+
+
+def test_the_command_prints_and_writes_the_account(config, tmp_path):
+    save_config(config(), tmp_path / "config.yaml")
+    arguments = ["prepare", str(tmp_path / "config.yaml"), "--json", str(tmp_path / "r.json")]
+    result = CliRunner().invoke(group, arguments)
+    assert result.exit_code == 0, result.output
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert f"{report['tokens_in']:,}" in result.output and "prose" in result.output
+    assert report["windows"] == len(WindowDataset(tmp_path / "out"))
+    again = CliRunner().invoke(group, arguments)
+    assert again.exit_code == 0 and "already holds these windows" in again.output
+    other = CliRunner().invoke(group, [*arguments, "data.window_tokens=32"])
+    assert other.exit_code == 2 and "--force" in other.output
+    forced = CliRunner().invoke(group, [*arguments, "data.window_tokens=32", "--force"])
+    assert forced.exit_code == 0
+
+
+def test_the_standard_library_becomes_windows(config):
+    sources = [{"kind": "stdlib", "name": "python", "pattern": "json/*"}]
+    own = {"sources": sources, "tokenizer": None, "train_tokenizer": {"vocab_size": 400}}
+    report = prepare(config(**own, window_tokens=2048))
+    assert report.sources["python/code"].documents >= 4 and report.vocab_size == 400
+    assert report.windows > 3 and report.utilisation > 0.8
