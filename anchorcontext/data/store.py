@@ -94,7 +94,7 @@ class WindowDataset:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = Path(path).expanduser()
         self.meta = read_meta(self.path)
         if self.meta is None:
             raise UserError(
