@@ -1,0 +1,240 @@
+"""``anchorcontext inspect``: one window, its documents, mask, layout, and who sends what."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.errors import UserError
+
+if TYPE_CHECKING:
+    from anchorcontext.config import Config
+    from anchorcontext.watch.inspection import Inspection, ModelTraffic
+    from anchorcontext.window import Window
+
+# Margins of the drawn mask; what is left of the terminal's width holds cells of two characters.
+MARGIN_COLUMNS = 32
+MOST_BLOCKS = 64
+MOST_DOCUMENTS = 40
+
+
+@plain_command
+@click.argument("config_path", metavar="[CONFIG]", required=False, type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.option(
+    "--window", "index", default=0, metavar="N", help="Which prepared window; 0 is first."
+)
+@click.option("--documents", metavar="N,N,...", help="Documents of these lengths, without CONFIG.")
+@click.option("--mode", metavar="NAME", help="Attention mode; the config's otherwise.")
+@click.option("--sp", type=int, metavar="P", help="Ranks that share the window.")
+@click.option("--layout", metavar="NAME", help="Which tokens each rank holds.")
+@click.option("--exchange", metavar="NAME", help="How keys reach the queries: ring or gather.")
+@click.option("--png", type=click.Path(path_type=Path), metavar="PATH", help="Draw it to PATH.")
+@click.option("--all", "show_all", is_flag=True, help="List every document of a long window.")
+def command(
+    config_path: Path | None,
+    overrides: tuple[str, ...],
+    index: int,
+    documents: str | None,
+    mode: str | None,
+    sp: int | None,
+    layout: str | None,
+    exchange: str | None,
+    png: Path | None,
+    show_all: bool,
+) -> Outcome:
+    """Show one window: documents, positions, mask, layout, who sends what.
+
+    The window comes from the prepared data of CONFIG, or, without data, from --documents:
+
+        anchorcontext inspect --documents 7,13,5 --mode anchor --sp 4 --layout zigzag
+    """
+    from anchorcontext.watch.draw import draw_window
+    from anchorcontext.watch.inspection import inspect_window
+
+    if documents is not None and config_path is not None:
+        raise UserError(f"both CONFIG {config_path} and --documents {documents}: give one of them")
+    names: Callable[[int], str] | None = None
+    model: ModelTraffic | None = None
+    if documents is not None:
+        window = _example_window(documents, mode or "anchor")
+    elif config_path is not None:
+        from anchorcontext.config import load_config
+
+        config = load_config(config_path, list(overrides))
+        window, names = _prepared_window(config, index, mode)
+        model = _model_traffic(config)
+        sp = config.parallel.sp if sp is None else sp
+        layout = layout or config.attention.layout
+        exchange = exchange or config.attention.exchange
+    else:
+        raise UserError("no window given; name a config, or lengths as in --documents 7,13,5")
+    inspection = inspect_window(
+        window,
+        sp=1 if sp is None else sp,
+        layout=layout or "auto",
+        exchange=exchange or "auto",
+        names=names,
+        model=model,
+    )
+    _show(inspection, show_all)
+    if png is not None and is_main_rank():
+        draw_window(inspection, png)
+        echo(f"drawn to {png}")
+    return Outcome(inspection.as_dict())
+
+
+def _example_window(documents: str, mode: str) -> Window:
+    """A window of documents of the given lengths, behind an anchor where the mode has one."""
+    from anchorcontext.modes import get_mode
+    from anchorcontext.window import Window
+
+    try:
+        lengths = [int(length) for length in documents.split(",")]
+    except ValueError:
+        lengths = []
+    if not lengths or min(lengths) < 1:
+        raise UserError(
+            f"--documents {documents!r}: give lengths of at least one token, as in 7,13,5"
+        )
+    anchor = 0 if get_mode(mode).anchor else None
+    return Window.from_documents([[0] * length for length in lengths], anchor, mode)
+
+
+def _prepared_window(
+    config: Config, index: int, mode: str | None
+) -> tuple[Window, Callable[[int], str]]:
+    """Window ``index`` of the config's prepared data, and what to call its runs."""
+    from anchorcontext.data.store import ANCHOR_DOCUMENT, WindowDataset
+
+    dataset = WindowDataset(config.data.path)
+    if not 0 <= index < len(dataset):
+        raise UserError(
+            f"--window {index}: {dataset.path} holds windows 0 to {len(dataset) - 1}; choose one"
+        )
+    record = dataset[index]
+
+    def name(run: int) -> str:
+        row, start = int(record.documents[run]), int(record.starts[run])
+        if row == ANCHOR_DOCUMENT:
+            return "anchor"
+        document = dataset.document(row)
+        cut = f" [{start:,}..]" if start else ""
+        return f"{document.source}/{document.name}{cut}"
+
+    return record.window(mode or config.attention.mode, config.loss.boundary), name
+
+
+def _model_traffic(config: Config) -> ModelTraffic | None:
+    """What the configured model sends for a row; None, with a word, when it cannot be read."""
+    from transformers import AutoConfig
+
+    from anchorcontext.watch.inspection import ModelTraffic
+
+    try:
+        if config.model.scratch is not None:
+            hf = AutoConfig.for_model(**config.model.scratch)
+        else:
+            hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
+    except (OSError, ValueError, TypeError) as error:
+        echo(f"bytes are not counted, the model's config cannot be read: {error}")
+        return None
+    heads = hf.num_attention_heads
+    return ModelTraffic(
+        num_layers=hf.num_hidden_layers,
+        num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
+        element_size=2 if config.model.dtype == "bf16" else 4,
+        gradient_size=4,
+        forwards=2 if config.model.gradient_checkpointing else 1,
+    )
+
+
+def _show(inspection: Inspection, show_all: bool) -> None:
+    from anchorcontext.watch.draw_text import ASCII, UNICODE, mask_text
+
+    window, plan = inspection.window, inspection.plan
+    echo(
+        f"{window.num_tokens:,} tokens, mode {window.mode.name}, {window.num_targets:,} targets, "
+        f"{inspection.pairs:,} visible pairs = {inspection.density:.2%} of full causal attention"
+    )
+    _show_documents(inspection, show_all)
+    columns = shutil.get_terminal_size((MARGIN_COLUMNS + 2 * 40, 24)).columns
+    blocks = min(max((columns - MARGIN_COLUMNS) // 2, 16), MOST_BLOCKS)
+    encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
+    echo(mask_text(inspection, blocks, UNICODE if encoding.startswith("utf") else ASCII))
+    echo()
+    echo(
+        f"layout {plan.layout}, exchange {plan.exchange}, {plan.sp_size} ranks of "
+        f"{plan.local_length:,} rows; the busiest has {inspection.balance:.3f} x the mean work"
+    )
+    _show_ranks(inspection)
+    if plan.sp_size > 1:
+        share = inspection.rows_moved / inspection.rows_unpruned
+        echo(
+            f"a forward of one layer moves {inspection.rows_moved:,} key rows, {share:.2%} of the "
+            f"{inspection.rows_unpruned:,} of an unpruned ring"
+        )
+
+
+def _show_documents(inspection: Inspection, show_all: bool) -> None:
+    rows = inspection.documents
+    shown = rows if show_all else rows[:MOST_DOCUMENTS]
+    echo_table(
+        [
+            (
+                row.document,
+                row.name,
+                row.start,
+                row.stop,
+                row.length,
+                f"{row.share:.2%}",
+                f"{row.first_position:,}..{row.last_position:,}",
+                row.targets,
+            )
+            for row in shown
+        ],
+        ("document", "name", "start", "stop", "length", "share", "positions", "targets"),
+    )
+    if len(shown) < len(rows):
+        echo(f"... and {len(rows) - len(shown)} more; --all lists them")
+
+
+def _show_ranks(inspection: Inspection) -> None:
+    echo_table(
+        [
+            (
+                row.rank,
+                "  ".join(f"{start:,}..{stop:,}" for start, stop in row.holds),
+                row.tokens,
+                row.padding,
+                row.tiles,
+                row.pairs,
+                row.load,
+                row.rows_sent,
+                row.rows_received,
+                row.gradient_rows_sent,
+                *(() if row.bytes_sent is None else (row.bytes_sent,)),
+            )
+            for row in inspection.ranks
+        ],
+        (
+            "rank",
+            "holds tokens",
+            "real",
+            "padding",
+            "tiles",
+            "pairs",
+            "load",
+            "key rows sent",
+            "received",
+            "gradient rows",
+            *(() if inspection.ranks[0].bytes_sent is None else ("bytes sent a step",)),
+        ),
+    )

@@ -1,0 +1,231 @@
+"""One window in numbers: its documents, and what each rank holds, computes and sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..modes import IGNORE
+from ..plan import BatchPlan
+from ..window import Window
+from .flops import visible_pairs
+
+
+@dataclass(frozen=True)
+class DocumentRow:
+    """A run of one document's tokens in the window: ``start .. stop - 1``."""
+
+    document: int
+    """Its id in the window; a document in several runs has several rows."""
+    name: str
+    start: int
+    stop: int
+    length: int
+    share: float
+    """Of the window's tokens."""
+    first_position: int
+    last_position: int
+    targets: int
+    """Tokens with a label."""
+
+
+@dataclass(frozen=True)
+class RankRow:
+    """What one rank of the SP group does for the window, per layer."""
+
+    rank: int
+    holds: tuple[tuple[int, int], ...]
+    """Intervals of tokens, as ``(start, stop)``; they may reach into the padding."""
+    tokens: int
+    """Real ones."""
+    padding: int
+    tiles: int
+    pairs: int
+    """Visible (query, key) pairs it computes, the anchor's included."""
+    load: float
+    """Its pairs over the mean of all ranks."""
+    rows_sent: int
+    """Key rows sent in one forward."""
+    rows_received: int
+    gradient_rows_sent: int
+    """Rows of key gradients returned in one backward."""
+    bytes_sent: int | None
+    """In one training step of the whole model on this window; None without a model."""
+
+
+@dataclass(frozen=True)
+class ModelTraffic:
+    """What a model's attention sends for one row of the plan."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    element_size: int
+    """Bytes an element of keys and values."""
+    gradient_size: int
+    """Bytes an element of their gradients."""
+    forwards: int
+    """Forward passes a step: 2 with gradient checkpointing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Inspection:
+    """One window under a layout and an exchange; ``as_dict`` is its JSON form."""
+
+    window: Window
+    plan: BatchPlan
+    documents: tuple[DocumentRow, ...]
+    ranks: tuple[RankRow, ...]
+    traffic: np.ndarray
+    """int64 (P, P): key rows that rank i sends to rank j in one forward of one layer."""
+
+    @property
+    def pairs(self) -> int:
+        """Visible pairs of the window."""
+        return visible_pairs(self.window.mode, self.window.doc_ids)
+
+    @property
+    def density(self) -> float:
+        """Visible pairs over those of full causal attention."""
+        return self.pairs / (self.window.num_tokens * (self.window.num_tokens + 1) // 2)
+
+    @property
+    def balance(self) -> float:
+        """The busiest rank's pairs over the mean: 1.0 is perfect."""
+        return max(rank.load for rank in self.ranks)
+
+    @property
+    def rows_moved(self) -> int:
+        """Key rows sent by all ranks in one forward of one layer."""
+        return int(self.traffic.sum())
+
+    @property
+    def rows_unpruned(self) -> int:
+        """What a ring that ships every row to every rank would send."""
+        return self.plan.padded_length * (self.plan.sp_size - 1)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON values."""
+        window = self.window
+        return {
+            "mode": window.mode.name,
+            "tokens": window.num_tokens,
+            "targets": window.num_targets,
+            "documents": [asdict(row) for row in self.documents],
+            "visible_pairs": self.pairs,
+            "density": self.density,
+            "sp": self.plan.sp_size,
+            "layout": self.plan.layout,
+            "exchange": self.plan.exchange,
+            "padded_tokens": self.plan.padded_length,
+            "ranks": [asdict(row) for row in self.ranks],
+            "balance": self.balance,
+            "rows_moved": self.rows_moved,
+            "rows_unpruned": self.rows_unpruned,
+            "traffic": self.traffic.tolist(),
+        }
+
+
+def inspect_window(
+    window: Window,
+    *,
+    sp: int = 1,
+    layout: str = "auto",
+    exchange: str = "auto",
+    names: Callable[[int], str] | None = None,
+    model: ModelTraffic | None = None,
+) -> Inspection:
+    """Look at one window as ``sp`` ranks would share it.
+
+    Args:
+        names: what to call run i of the window.
+        model: the model whose bytes are counted; without it only rows are.
+
+    Raises:
+        UserError: an unknown layout or exchange, or one that swaps heads: its ranks hold other
+            tokens in attention than outside of it, which rows between ranks do not tell.
+    """
+    plan = BatchPlan([window], sp, layout, exchange)
+    if plan.ulysses > 1:
+        raise UserError(
+            f"exchange {exchange!r}: an inspection shows rows that travel between ranks, as 'ring' "
+            "and 'gather' move them; choose one of these"
+        )
+    pairs = [plan.rank(rank).num_pairs for rank in range(sp)]
+    mean = sum(pairs) / sp
+    traffic = _traffic(plan)
+    return Inspection(
+        window=window,
+        plan=plan,
+        documents=_documents(window, names),
+        ranks=tuple(_rank_row(plan, rank, mean, traffic, model) for rank in range(sp)),
+        traffic=traffic,
+    )
+
+
+def _documents(window: Window, names: Callable[[int], str] | None) -> tuple[DocumentRow, ...]:
+    edges = window.cu_seqlens.tolist()
+    positions, has_target = window.position_ids, window.labels != IGNORE
+    targets = np.add.reduceat(has_target.astype(np.int64), edges[:-1]).tolist()
+    rows = []
+    for run, (start, stop) in enumerate(pairwise(edges)):
+        name = names(run) if names is not None else ""
+        if not name and run == 0 and window.mode.anchor:
+            name = "anchor"
+        rows.append(
+            DocumentRow(
+                document=int(window.segment_docs[run]),
+                name=name,
+                start=start,
+                stop=stop,
+                length=stop - start,
+                share=(stop - start) / window.num_tokens,
+                first_position=int(positions[start]),
+                last_position=int(positions[stop - 1]),
+                targets=targets[run],
+            )
+        )
+    return tuple(rows)
+
+
+def _rank_row(
+    plan: BatchPlan, rank: int, mean_pairs: float, traffic: np.ndarray, model: ModelTraffic | None
+) -> RankRow:
+    mine = plan.rank(rank)
+    holds = [(start, stop) for start, stop, owner in plan.runs.tolist() if owner == rank]
+    tokens = sum(max(0, min(stop, plan.length) - start) for start, stop in holds)
+    bytes_sent = None
+    if model is not None:
+        sent = mine.bytes_sent(
+            2 * model.num_kv_heads * model.head_dim, model.element_size, model.gradient_size
+        )
+        bytes_sent = model.num_layers * (model.forwards * sent["forward"] + sent["backward"])
+    return RankRow(
+        rank=rank,
+        holds=tuple(holds),
+        tokens=tokens,
+        padding=plan.local_length - tokens,
+        tiles=sum(len(step.tiles) for step in mine.steps),
+        pairs=mine.num_pairs,
+        load=mine.num_pairs / mean_pairs if mean_pairs else 1.0,
+        rows_sent=int(traffic[rank].sum()),
+        rows_received=int(traffic[:, rank].sum()),
+        gradient_rows_sent=mine.return_rows_sent,
+        bytes_sent=bytes_sent,
+    )
+
+
+def _traffic(plan: BatchPlan) -> np.ndarray:
+    moved = np.zeros((plan.sp_size, plan.sp_size), dtype=np.int64)
+    for rank in range(plan.sp_size):
+        mine = plan.rank(rank)
+        transfers = [*(step.incoming for step in mine.steps), mine.anchors.broadcast]
+        for transfer in transfers:
+            for message in transfer.sends:
+                moved[rank, message.peer] += message.rows.num_rows
+    return moved

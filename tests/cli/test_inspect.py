@@ -1,0 +1,106 @@
+"""``anchorcontext inspect`` on prepared data and without data."""
+
+import json
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from anchorcontext.cli import group
+from anchorcontext.data.store import WindowRecord, build_folder
+
+CONFIG = """
+model:
+  dtype: fp32
+  scratch: {{model_type: llama, hidden_size: 64, num_attention_heads: 4, num_key_value_heads: 2,
+            num_hidden_layers: 2, intermediate_size: 128, vocab_size: 128}}
+data: {{path: {path}, window_tokens: 12, tokenizer: unused}}
+attention: {{layout: contiguous}}
+parallel: {{sp: 2}}
+train: {{steps: 4, windows_per_step: 2}}
+"""
+
+
+def inspect(*arguments):
+    return CliRunner().invoke(group, ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture
+def config_path(tmp_path):
+    with build_folder(tmp_path / "windows") as builder:
+        builder.write_documents([(["web", "code"], ["a.txt", "b.py"], np.array([4, 14]))])
+        builder.write_windows(
+            WindowRecord(
+                np.arange(12),
+                np.array([0, 1, 5, 12]),
+                np.array([-1, 0, 1]),
+                np.array([0, 0, start]),
+            )
+            for start in (0, 7)
+        )
+        builder.write_meta(
+            {"anchor_id": 0, "vocab_size": 128, "window_tokens": 12, "num_documents": 2}
+        )
+    path = tmp_path / "job.yaml"
+    path.write_text(CONFIG.format(path=tmp_path / "windows"))
+    return path
+
+
+def test_a_prepared_window_with_its_documents_ranks_and_bytes(config_path, tmp_path):
+    result = inspect(config_path, "--window", 1, "--json", tmp_path / "w.json")
+    assert result.exit_code == 0, result.output
+    assert "web/a.txt" in result.output and "code/b.py [7..]" in result.output
+    report = json.loads((tmp_path / "w.json").read_text())
+    assert [row["length"] for row in report["documents"]] == [1, 4, 7]
+    assert report["sp"] == 2 and report["layout"] == "contiguous"
+    # Token 5 of rank 0 is a key of rank 1's queries, and the anchor: 2 rows forward.
+    rows, row_bytes = 2, 2 * 2 * 16 * 4
+    assert report["ranks"][0]["rows_sent"] == rows
+    assert report["ranks"][0]["bytes_sent"] == 2 * (2 + 1) * rows * row_bytes
+    assert report["ranks"][1]["bytes_sent"] == 2 * rows * row_bytes
+
+
+def test_overrides_and_options_change_the_view(config_path, tmp_path):
+    arguments = ("attention.mode=full", "--sp", 3, "--layout", "zigzag", "--json")
+    assert inspect(config_path, *arguments, tmp_path / "w.json").exit_code == 0
+    report = json.loads((tmp_path / "w.json").read_text())
+    assert (report["mode"], report["sp"], report["layout"]) == ("full", 3, "zigzag")
+    assert report["visible_pairs"] == 12 * 13 // 2
+
+
+def test_a_window_that_is_not_there(config_path):
+    result = inspect(config_path, "--window", 2)
+    assert result.exit_code == 2
+    assert "--window 2" in result.output and "windows 0 to 1" in result.output
+
+
+def test_without_data(tmp_path):
+    png = tmp_path / "w.png"
+    result = inspect("--documents", "7,13,5", "--sp", 4, "--layout", "zigzag", "--png", png)
+    assert result.exit_code == 0, result.output
+    assert "160 visible pairs" in result.output
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_long_list_of_documents_is_cut_and_counted():
+    lengths = ",".join(["3"] * 60)
+    short, whole = inspect("--documents", lengths), inspect("--documents", lengths, "--all")
+    assert "... and 21 more; --all lists them" in short.output
+    assert "more;" not in whole.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--documents", "7,x"], "'7,x'"),
+        (["--documents", "0"], "at least one token"),
+        (["--documents", "7", "--mode", "ancho"], "did you mean 'anchor'?"),
+        (["--documents", "7", "--layout", "zigzg"], "did you mean 'zigzag'?"),
+        (["--documents", "7", "--sp", "0"], "at least one rank"),
+        ([], "no window given"),
+    ],
+)
+def test_mistakes_are_named(arguments, message):
+    result = inspect(*arguments)
+    assert result.exit_code == 2
+    assert message in result.output
