@@ -90,7 +90,7 @@ def engine_report(device: torch.device, dtype: torch.dtype) -> dict[str, str | N
 
 @functools.cache
 def _choose(device: torch.device, dtype: torch.dtype) -> str:
-    passed_over = []
+    passed_over: list[str] = []
     for name, reason in engine_report(device, dtype).items():
         if reason is None:
             why = "; ".join(passed_over) or "the fastest one for this device"

@@ -198,7 +198,9 @@ def _disjoint_batches(
     """
     waiting = sorted(starts)
     while waiting:
-        batch, later, free = [], [], 0
+        batch: list[tuple[int, int]] = []
+        later: list[tuple[int, int]] = []
+        free = 0
         for tile in waiting:
             if tile[0] >= free and len(batch) < limit:
                 batch.append(tile)
