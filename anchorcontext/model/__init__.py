@@ -1,8 +1,7 @@
 """The model: a stock causal language model of transformers under our attention and loss."""
 
 from .attention import attention_forward, enable
-
-# from .export import export_model
+from .export import export_model
 from .load import DTYPES, build_config, build_model
 from .loss import linear_cross_entropy
 from .rope import (

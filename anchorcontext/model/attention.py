@@ -144,7 +144,7 @@ def _longest_position(model: PreTrainedModel) -> int | None:
 
 
 def _check_decoder_call(
-    decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    decoder: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Before a decoder runs under our attention: a plan, no mask, no cache."""
     if decoder.config._attn_implementation != NAME:

@@ -1,4 +1,4 @@
-"""Build the model to train: from a Hugging Face folder or from scratch, RoPE set before, checked after."""
+"""Build the model to train: from a folder or from scratch; RoPE set before, checked after."""
 
 from __future__ import annotations
 
@@ -57,13 +57,16 @@ def build_model(
             # Drawn in fp32 whatever the dtype, so that one seed is one model.
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         cast_parameters(model, dtype)
+        model.config.dtype = dtype
     verify_rope(model, config)
     enable(model)
     output_head(model)
     if probe:
         probe_model(model)
     if section.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs={"use_reentrant": False}
+        )
     return model
 
 

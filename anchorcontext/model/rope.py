@@ -1,8 +1,9 @@
 """RoPE through the config: set before the model is built, checked against its live tables after.
 
 transformers keeps RoPE in ``config.rope_parameters`` and computes ``inv_freq`` once, when the model
-is built; a config edited later changes nothing. So :func:`configure_rope` edits the config first and
-:func:`verify_rope` recomputes every table from the config in fp64, by its own formulas, and compares.
+is built; a config edited later changes nothing. So :func:`configure_rope` edits the config first,
+and :func:`verify_rope` recomputes every table from the config in fp64, by formulas of its own, and
+compares.
 
 ``inv_freq`` must stay fp32: in bf16 the angle of position 100,000 is off by hundreds of radians.
 ``model.to(torch.bfloat16)`` rounds it, ``from_pretrained(dtype=...)`` and DeepSpeed do not;
@@ -107,7 +108,7 @@ def check_theta_sources(raw: dict[str, Any], theta: float | None, where: str) ->
     """
     if theta is not None:
         return
-    given = {"rope_theta": raw.get("rope_theta")}
+    given: dict[str, Any] = {"rope_theta": raw.get("rope_theta")}
     for section in ("rope_parameters", "rope_scaling"):
         given[f"{section}.rope_theta"] = (raw.get(section) or {}).get("rope_theta")
     given = {key: value for key, value in given.items() if value is not None}
@@ -171,9 +172,8 @@ def verify_rope(model: nn.Module, config: PreTrainedConfig | None = None) -> Non
         )
     for name, module in modules.items():
         described = config if config is not None else module.config
-        expected, factor = expected_inv_freq(described)  # type: ignore[arg-type]
+        expected, factor = expected_inv_freq(described)
         live = module.inv_freq
-        assert isinstance(live, torch.Tensor)
         if live.dtype != torch.float32:
             raise UserError(
                 f"{name}.inv_freq is {live.dtype}: a cast of the model rounded it; cast with "
@@ -191,7 +191,7 @@ def verify_rope(model: nn.Module, config: PreTrainedConfig | None = None) -> Non
         if (error > ABSOLUTE_TOLERANCE).any() or (error > RELATIVE_TOLERANCE * expected).any():
             raise UserError(
                 f"{name}.inv_freq[{worst}] is {table[worst]:.9g}, the config describes "
-                f"{expected[worst]:.9g} ({_parameters(described.get_text_config())}): "  # type: ignore[union-attr]
+                f"{expected[worst]:.9g} ({_parameters(described.get_text_config())}): "
                 "the model was built before the config was set; rebuild it from the config"
             )
         if abs(scaling - factor) > RELATIVE_TOLERANCE * factor:
@@ -201,7 +201,7 @@ def verify_rope(model: nn.Module, config: PreTrainedConfig | None = None) -> Non
             )
 
 
-def rotary_modules(model: nn.Module) -> dict[str, nn.Module]:
+def rotary_modules(model: nn.Module) -> dict[str, Any]:
     """The modules that hold a table ``inv_freq``, by name."""
     return {
         name: module

@@ -1,9 +1,9 @@
 """Which models the attention core can serve exactly; everything else is refused by name.
 
-Two gates. :func:`check_supported` reads the config, before any weight is loaded. :func:`probe_model`
-runs the built model on two tiny windows and looks at what it computes, so a model that leaves the
-attention interface, or whose head is more than a matrix product, is caught whatever its keys are
-called.
+Two gates. :func:`check_supported` reads the config, before any weight is loaded.
+:func:`probe_model` runs the built model on tiny windows and looks at what it computes, so a model
+that leaves the attention interface, or whose head is more than a matrix product, is caught whatever
+its keys are called.
 """
 
 from __future__ import annotations
