@@ -62,11 +62,11 @@ class Comparison:
     @property
     def passed(self) -> bool:
         """Whether every check and every parameter is within tolerance, and there were any."""
-        judged = [*self.checks, *self.gradients]
-        return bool(judged) and all(item.passed for item in judged)
+        verdicts = [check.passed for check in self.checks] + [row.passed for row in self.gradients]
+        return bool(verdicts) and all(verdicts)
 
-    def worst_gradients(self, count: int) -> list[GradientRow]:
-        """The ``count`` parameters that use most of their tolerance, worst first."""
+    def worst_gradients(self, count: int | None = None) -> list[GradientRow]:
+        """The ``count`` parameters (all: None) that use most of their tolerance, worst first."""
         return sorted(self.gradients, key=_badness, reverse=True)[:count]
 
 
@@ -88,7 +88,7 @@ class ParityReport:
             raise ParityError(self)
 
     def rows(self, worst: int = 5) -> list[list[str]]:
-        """Table rows (``HEADERS``): every check, and the ``worst`` parameters of each comparison."""
+        """Table rows (``HEADERS``): every check, the ``worst`` parameters of each comparison."""
         rows = []
         for part in self.comparisons:
             for check in part.checks:
