@@ -6,7 +6,7 @@ of its habits shape this file:
 
 * its causal mask is aligned top-left, ours bottom-right: a causal tile with more keys than queries
   is computed as a full rectangle and a causal square, which agree on both alignments;
-* a call costs about 60 us before it computes anything: small tiles of equal shape go into one call
+* a call costs about 0.1 ms before it computes anything: small tiles of equal shape go into one call
   as a batch, which gives each of them the result of its own call, bit for bit;
 * its bf16 backward adds dq, dk and dv up in bf16, so that their error grows with the square root
   of the length (dk: 0.4 % at 1K, 0.7 % at 4K), and takes from 4x (documents of 64 tokens) to 0.75x
@@ -29,7 +29,8 @@ _FORWARD_OP = "_scaled_dot_product_flash_attention_for_cpu"
 _BACKWARD_OP = "_scaled_dot_product_flash_attention_for_cpu_backward"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Tiles of up to 256 x 256 are batched: above, the fixed cost of a call is below 2 % of its work.
+# Tiles of up to 256 x 256 are batched: above, the fixed cost of a call is below 5 % of its work
+# (1.9 ms for 256 x 256, 8 heads of 64, fp32, one thread).
 # 4096 rows a batch bound the gathered copies to a few MiB.
 BATCHED_TILE_ROWS = 256
 BATCH_ROWS = 4096
@@ -139,7 +140,6 @@ class _Rows:
 
     def load(self, x: torch.Tensor) -> torch.Tensor:
         """Rows of ``x`` (N, H, ...) as (B, H, length, ...), a view where the index is None."""
-        # index_select copies whole rows; x[index] was 10x slower on them.
         rows = x[self.start : self.stop] if self.index is None else x.index_select(0, self.index)
         return rows.unflatten(0, (len(self.starts), self.length)).transpose(1, 2)
 
