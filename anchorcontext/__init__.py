@@ -6,8 +6,8 @@ The library face; everything a trainer of your own needs::
     plan = make_plan(window, sp_group)
     local = shard(window, plan)
     enable(model)
-    logits = model(local.input_ids, position_ids=local.position_ids, use_cache=False, plan=plan).logits
-    whole = unshard(logits, plan)
+    output = model(local.input_ids, position_ids=local.position_ids, use_cache=False, plan=plan)
+    whole = unshard(output.logits, plan)
 
 Names are imported when first used, so that the command line starts without loading torch.
 """

@@ -65,7 +65,7 @@ class Window:
         *,
         boundary: str = "mask",
     ) -> Window:
-        """Pack ``documents`` (token ids each) behind the anchor token ``anchor_id`` (None: no anchor)."""
+        """Pack ``documents`` (token ids each) behind the token ``anchor_id`` (None: no anchor)."""
         parts = [np.asarray(document, dtype=np.int64) for document in documents]
         if anchor_id is not None:
             parts = [np.array([anchor_id], dtype=np.int64), *parts]
@@ -85,7 +85,7 @@ class Window:
         )
 
     def prefix(self, num_tokens: int) -> Window:
-        """The window of the first ``num_tokens`` tokens; their visibility and positions are the same."""
+        """The first ``num_tokens`` tokens as a window; visibility and positions stay the same."""
         stop = min(num_tokens, self.num_tokens)
         if stop < 1:
             raise UserError(f"num_tokens = {num_tokens}: a window has at least one token")

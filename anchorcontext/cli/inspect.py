@@ -148,6 +148,7 @@ def _model_traffic(config: Config) -> ModelTraffic | None:
     heads = hf.num_attention_heads
     return ModelTraffic(
         num_layers=hf.num_hidden_layers,
+        num_heads=heads,
         num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
         element_size=2 if config.model.dtype == "bf16" else 4,

@@ -28,6 +28,7 @@ def broken_rules(config: Config) -> list[Problem]:
         *_positions(config),
         *_data(config),
         *_train(config),
+        *_exchange(config),
         *contradictions(config),
     ]
 
@@ -160,4 +161,29 @@ def _train(config: Config) -> Iterator[Problem]:
             schedule.warmup_steps,
             f"must not exceed train.steps = {train.steps}",
             f"set it to {train.steps} or less",
+        )
+
+
+def _exchange(config: Config) -> Iterator[Problem]:
+    exchange, ulysses, sp = config.attention.exchange, config.attention.ulysses, config.parallel.sp
+    if sp % ulysses:
+        yield Problem(
+            "attention.ulysses",
+            ulysses,
+            f"divides parallel.sp = {sp}",
+            f"use one of {[n for n in range(1, sp + 1) if sp % n == 0]}",
+        )
+    elif exchange == "hybrid" and not 1 < ulysses < sp:
+        yield Problem(
+            "attention.ulysses",
+            ulysses,
+            f"is between 1 and parallel.sp = {sp} for attention.exchange = 'hybrid'",
+            "set it to the ranks of a node, or choose ring, gather or ulysses",
+        )
+    elif exchange == "ulysses" and ulysses not in (1, sp):
+        yield Problem(
+            "attention.ulysses",
+            ulysses,
+            "is all of parallel.sp for attention.exchange = 'ulysses'",
+            "leave it out, or choose hybrid",
         )

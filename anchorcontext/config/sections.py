@@ -165,8 +165,11 @@ class AttentionSection(Section):
     layout: Literal["auto", "contiguous", "zigzag"] = "auto"
     """Which tokens of a window each rank of its group holds."""
 
-    exchange: Literal["auto", "ring"] = "auto"
-    """How keys and values reach the queries."""
+    exchange: Literal["auto", "ring", "gather", "ulysses", "hybrid"] = "auto"
+    """How keys and values reach the queries; ``hybrid`` is ulysses in teams, ring among them."""
+
+    ulysses: PositiveInt = 1
+    """Ranks of a team that swap tokens for heads; for ``hybrid``, or teams under ``gather``."""
 
     engine: Literal["auto", "reference", "cpu"] = "auto"
     """Which kernel computes the tiles on one device."""

@@ -17,6 +17,7 @@ straight back to their owners in fp32 and are added there in a fixed order.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -30,10 +31,10 @@ from anchorcontext.kernels import (
 )
 
 from ..errors import UserError
-from ..plan import Step, Transfer
+from ..plan import Step, Transfer, check_heads
 from .plan import Plan
 from .transfer import Exchange, add_, put_
-from .ulysses import check_heads, heads_to_tokens, tokens_to_heads
+from .ulysses import heads_to_tokens, tokens_to_heads
 
 
 def distributed_attention(
@@ -70,7 +71,14 @@ class _DistributedAttention(torch.autograd.Function):
     """q (N, Hq, D), k and v (N, Hkv, D) -> out (N, Hq, D)."""
 
     @staticmethod
-    def forward(ctx: Any, q, k, v, plan: Plan, scale: float) -> torch.Tensor:
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        plan: Plan,
+        scale: float,
+    ) -> torch.Tensor:
         with torch.autocast(q.device.type, enabled=False):
             state = _forward(q, k, v, plan, scale)
             out = state.out.to(q.dtype)
@@ -80,7 +88,7 @@ class _DistributedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout):
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             dq, dk, dv = _backward(dout.contiguous(), q, k, v, out, lse, ctx.plan, ctx.scale)
@@ -159,20 +167,23 @@ class _KeyTravel:
         self._own = torch.stack([k, v], dim=1) if travels and plan.peers is not None else None
         self._anchor_exchange = self._post(plan.mine.anchors.broadcast, self._own)
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
         steps = self._plan.mine.steps
         held = self._own
         k, v = self._k, self._v
         for index, step in enumerate(steps):
             following: Step | None = steps[index + 1] if index + 1 < len(steps) else None
-            incoming = self._post(following.incoming, held) if following else None
+            if following is None:
+                yield step, k, v
+                return
+            assert held is not None, "a plan of several steps has peers"
+            incoming = self._post(following.incoming, held)
             yield step, k, v
-            if following is not None:
-                held = self._assemble(following, incoming, held)
-                k, v = held[:, 0], held[:, 1]
+            held = self._assemble(following, incoming, held)
+            k, v = held[:, 0], held[:, 1]
 
     def anchors(self) -> torch.Tensor:
-        """The anchors' keys and values (A, 2, Hkv, D); zero where no query of this rank sees them."""
+        """Keys and values of the anchors (A, 2, Hkv, D); zero where no query here sees them."""
         plan = self._plan.mine.anchors
         anchors = self._k.new_zeros((plan.num_anchors, 2, *self._k.shape[1:]))
         for number, row in plan.own.tolist():

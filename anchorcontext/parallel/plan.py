@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anchorcontext.kernels import Engine, get_engine
+from anchorcontext.kernels import Engine, accumulator_dtype, get_engine
 
 from ..errors import UserError
 from ..plan import BatchPlan, RankPlan
@@ -17,7 +17,6 @@ from ..window import Window
 from .mesh import group_device
 from .meter import Meter
 from .transfer import Peers
-from .ulysses import heads_per_rank
 
 
 class Plan:
@@ -101,16 +100,22 @@ class Plan:
 
         With gradient checkpointing a training step runs two forwards a layer.
         """
-        gradient = torch.float64 if dtype == torch.float64 else torch.float32
-        size = self.data.ulysses
-        heads, kv_heads = heads_per_rank(num_heads, num_kv_heads, size)
-        rows = self.mine.bytes_sent(2 * kv_heads * head_dim, dtype.itemsize, gradient.itemsize)
-        # In: queries, keys and values; out: the attention output. Backward: their gradients.
-        local_rows = self.batch_size * self.local_length
-        swap = (size - 1) * local_rows * (2 * heads + 2 * kv_heads) * head_dim * dtype.itemsize
-        return num_layers * (
-            forwards * (rows["forward"] + swap) + backwards * (rows["backward"] + swap)
+        return self.data.bytes_sent(
+            self.sp_rank,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            element_size=dtype.itemsize,
+            gradient_size=accumulator_dtype(dtype).itemsize,
+            forwards=num_layers * forwards,
+            backwards=num_layers * backwards,
         )
+
+    @property
+    def num_pairs(self) -> float:
+        """This rank's share of the visible (query, key) pairs of all heads: with ulysses it
+        computes its team's pairs for 1 / U of the heads."""
+        return self.mine.num_pairs / self.data.ulysses
 
 
 def make_plan(

@@ -82,15 +82,18 @@ class Exchange:
             torch.empty((m.rows.num_rows, *row_shape), dtype=source.dtype, device=source.device)
             for m in transfer.receives
         ]
-        operations = []
-        assert peers is not None or not transfer.busy, "a transfer between ranks needs their group"
+        operations: list[dist.P2POp] = []
+        self._works: list[dist.Work] = []
+        if not transfer.busy:
+            return
+        assert peers is not None, "a transfer between ranks needs their group"
         for message, tensor in zip(transfer.sends, self._outgoing, strict=True):
             operations.append(peers.operation(dist.isend, tensor, message.peer))
             meter.bytes_sent += tensor.numel() * tensor.element_size()
             meter.messages_sent += 1
         for message, tensor in zip(transfer.receives, self._arriving, strict=True):
             operations.append(peers.operation(dist.irecv, tensor, message.peer))
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> list[torch.Tensor]:
         """Until everything sent has left and everything due has arrived."""

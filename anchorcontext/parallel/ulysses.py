@@ -19,31 +19,10 @@ from torch.autograd.function import once_differentiable
 
 from anchorcontext.kernels import accumulator_dtype
 
-from ..errors import UserError
+from ..plan.heads import heads_per_rank, kv_heads_of
 
 if TYPE_CHECKING:
     from .plan import Plan
-
-
-def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
-    """Whether ``ulysses`` ranks can share the heads.
-
-    Raises:
-        UserError: they cannot; names the counts, the rule and the sizes that work.
-    """
-    if _divides(num_heads, num_kv_heads, ulysses):
-        return
-    fitting = [n for n in range(1, num_heads + 1) if _divides(num_heads, num_kv_heads, n)]
-    raise UserError(
-        f"ulysses = {ulysses} with {num_heads} query and {num_kv_heads} key/value heads: ulysses "
-        "must divide the query heads, and divide the key/value heads or be a multiple of them; use "
-        f"one of {fitting}, or exchange ring or gather, which do not split heads"
-    )
-
-
-def heads_per_rank(num_heads: int, num_kv_heads: int, ulysses: int) -> tuple[int, int]:
-    """Query heads and key/value heads of one rank of a team."""
-    return num_heads // ulysses, max(1, num_kv_heads // ulysses)
 
 
 def tokens_to_heads(
@@ -60,21 +39,25 @@ def heads_to_tokens(out: torch.Tensor, plan: Plan) -> torch.Tensor:
 
 class _TokensToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q, k, v, plan: Plan):
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan
+    ) -> tuple[torch.Tensor, ...]:
         ctx.plan, ctx.num_kv_heads = plan, k.shape[1]
         size = plan.data.ulysses
         heads, kv_heads = heads_per_rank(q.shape[1], k.shape[1], size)
         parts = []
         for member in range(size):
             own = slice(member * heads, (member + 1) * heads)
-            read = _kv_slice(member, k.shape[1], size)
+            read = kv_heads_of(member, k.shape[1], size)
             parts.append(torch.cat([q[:, own], k[:, read], v[:, read]], dim=1))
         whole = _in_token_order(torch.cat(_swap(parts, plan)), plan)
         return whole.split([heads, kv_heads, kv_heads], dim=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dq, dk, dv):
+    def backward(
+        ctx: Any, dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         plan, num_kv_heads = ctx.plan, ctx.num_kv_heads
         size, heads = plan.data.ulysses, dq.shape[1]
         whole = _in_member_order(torch.cat([dq, dk, dv], dim=1), plan)
@@ -83,7 +66,7 @@ class _TokensToHeads(torch.autograd.Function):
         shape = (len(dq), num_kv_heads, dq.shape[2])
         dkv = dq.new_zeros((2, *shape), dtype=accumulator_dtype(dq.dtype))
         for member, part in enumerate(parts):
-            read = _kv_slice(member, num_kv_heads, size)
+            read = kv_heads_of(member, num_kv_heads, size)
             dkv[0, :, read] += part[:, heads : heads + dk.shape[1]]
             dkv[1, :, read] += part[:, heads + dk.shape[1] :]
         dk, dv = dkv.to(dq.dtype)
@@ -92,14 +75,14 @@ class _TokensToHeads(torch.autograd.Function):
 
 class _HeadsToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, out, plan: Plan):
+    def forward(ctx: Any, out: torch.Tensor, plan: Plan) -> torch.Tensor:
         ctx.plan = plan
         parts = _in_member_order(out, plan).chunk(plan.data.ulysses)
         return torch.cat(_swap([part.contiguous() for part in parts], plan), dim=1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout):
+    def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor, None]:
         parts = dout.chunk(ctx.plan.data.ulysses, dim=1)
         whole = torch.cat(_swap([part.contiguous() for part in parts], ctx.plan))
         return _in_token_order(whole, ctx.plan), None
@@ -136,13 +119,3 @@ def _in_member_order(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
     if order is None:
         return rows
     return torch.empty_like(rows).index_copy_(0, order, rows)
-
-
-def _kv_slice(member: int, num_kv_heads: int, ulysses: int) -> slice:
-    """The key/value heads that a member's query heads read."""
-    first = member * num_kv_heads // ulysses
-    return slice(first, first + max(1, num_kv_heads // ulysses))
-
-
-def _divides(num_heads: int, num_kv_heads: int, ulysses: int) -> bool:
-    return num_heads % ulysses == 0 and (num_kv_heads % ulysses == 0 or ulysses % num_kv_heads == 0)

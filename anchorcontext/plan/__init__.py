@@ -1,6 +1,7 @@
 """The plan: which rank holds, sends and computes what, as data made once per micro-batch."""
 
 from .batch import EXCHANGES, BatchPlan
+from .heads import check_heads
 from .layout import LAYOUTS
 from .pieces import Pieces
 from .steps import Anchors, Message, RankPlan, Rows, Step, Transfer
@@ -16,4 +17,5 @@ __all__ = [
     "Rows",
     "Step",
     "Transfer",
+    "check_heads",
 ]

@@ -12,6 +12,7 @@ from ..errors import UserError
 from ..window import Window
 from .anchors import plan_anchors
 from .gather import gather_steps
+from .heads import heads_per_rank
 from .layout import check_layout, layout_runs, local_indices, merge_ranks, padded_length
 from .pieces import Pieces, make_pieces, needed
 from .ring import ring_steps
@@ -101,6 +102,32 @@ class BatchPlan:
             anchors = plan_anchors(self.pieces, self.windows, self.num_teams, team)
             self._ranks[team] = RankPlan(team, self.num_teams, num_rows, steps, anchors)
         return self._ranks[team]
+
+    def bytes_sent(
+        self,
+        rank: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        element_size: int,
+        gradient_size: int = 4,
+        forwards: int = 1,
+        backwards: int = 1,
+    ) -> int:
+        """Bytes ``rank`` sends in ``forwards`` and ``backwards`` of one attention layer.
+
+        ``element_size`` is of queries, keys and values, ``gradient_size`` of the key gradients that
+        go back to their owners (4: fp32). What the run counts is equal to it, to the byte.
+        """
+        heads, kv_heads = heads_per_rank(num_heads, num_kv_heads, self.ulysses)
+        rows = self.rank(rank).bytes_sent(2 * kv_heads * head_dim, element_size, gradient_size)
+        # Ulysses swaps queries, keys and values in, outputs out; backward swaps their gradients.
+        local_rows = self.batch_size * self.local_length
+        swapped = (self.ulysses - 1) * local_rows * (2 * heads + 2 * kv_heads) * head_dim
+        return forwards * (rows["forward"] + swapped * element_size) + backwards * (
+            rows["backward"] + swapped * element_size
+        )
 
 
 def _resolve_exchange(exchange: str, ulysses: int, sp_size: int) -> tuple[str, int]:

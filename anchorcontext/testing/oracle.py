@@ -1,4 +1,4 @@
-"""A dense oracle for attention: the definition, written out, sharing no code with what it judges."""
+"""A dense oracle for attention: the definition, sharing no code with what it judges."""
 
 from __future__ import annotations
 

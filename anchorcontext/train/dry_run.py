@@ -9,6 +9,7 @@ import torch
 from ..config import Config
 from ..model import build_config
 from ..parallel import build_mesh, make_plan
+from ..plan import check_heads
 from .engine import deepspeed_config
 from .job import build_loader, open_dataset
 from .launch import start_process
@@ -60,8 +61,14 @@ def dry_run(config: Config) -> DryRun:
         windows = next(loader)
     attention = config.attention
     plan = make_plan(
-        windows[0], mesh.sp_group, attention.layout, attention.exchange, engine=attention.engine
+        windows[0],
+        mesh.sp_group,
+        attention.layout,
+        attention.exchange,
+        ulysses=attention.ulysses,
+        engine=attention.engine,
     )
+    check_heads(model.num_attention_heads, model.num_key_value_heads, plan.data.ulysses)
     head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     sent = plan.predicted_bytes(
         num_layers=model.num_hidden_layers,
@@ -71,7 +78,7 @@ def dry_run(config: Config) -> DryRun:
         dtype=torch.bfloat16 if config.model.dtype == "bf16" else torch.float32,
         forwards=2 if config.model.gradient_checkpointing else 1,
     )
-    group = control.gather((plan.mine.num_pairs, sent))[: mesh.sp]
+    group = control.gather((plan.num_pairs, sent))[: mesh.sp]
     return DryRun(
         world_size=mesh.world_size,
         dp=mesh.dp,

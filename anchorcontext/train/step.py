@@ -66,6 +66,7 @@ def plan_micro_batches(
                     mesh.sp_group,
                     attention.layout,
                     attention.exchange,
+                    ulysses=attention.ulysses,
                     engine=attention.engine,
                 )
             )
@@ -123,7 +124,7 @@ def run_micro_batch(engine: DeepSpeedEngine, plan: Plan, scale: float, meter: St
         loss_sum=loss_sum,
         loss_tokens=loss_tokens,
         tokens=int((local.doc_ids != PADDING).sum()),
-        attention_pairs=plan.mine.num_pairs,
+        attention_pairs=plan.num_pairs,
         bytes_sent=plan.meter.bytes_sent,
         exchange_seconds=plan.meter.exchange_seconds,
         attention_seconds=plan.meter.compute_seconds,

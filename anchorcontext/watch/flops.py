@@ -105,13 +105,13 @@ def linear_flops(shape: ModelShape, tokens: int) -> float:
     return float(LINEAR_FLOPS_PER_WEIGHT) * shape.linear_weights * tokens
 
 
-def attention_flops(shape: ModelShape, pairs: int) -> float:
+def attention_flops(shape: ModelShape, pairs: float) -> float:
     """Attention over ``pairs`` visible (query, key) pairs in all layers, forward and backward."""
     per_pair = ATTENTION_FORWARD_FLOPS + ATTENTION_BACKWARD_FLOPS
     return float(per_pair) * pairs * shape.num_heads * shape.head_dim * shape.num_layers
 
 
-def training_flops(shape: ModelShape, *, tokens: int, pairs: int) -> float:
+def training_flops(shape: ModelShape, *, tokens: int, pairs: float) -> float:
     """All FLOPs of one forward and backward pass over ``tokens`` tokens with ``pairs`` pairs."""
     return linear_flops(shape, tokens) + attention_flops(shape, pairs)
 

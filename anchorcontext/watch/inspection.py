@@ -63,6 +63,7 @@ class ModelTraffic:
     """What a model's attention sends for one row of the plan."""
 
     num_layers: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     element_size: int
@@ -201,10 +202,16 @@ def _rank_row(
     tokens = sum(max(0, min(stop, plan.length) - start) for start, stop in holds)
     bytes_sent = None
     if model is not None:
-        sent = mine.bytes_sent(
-            2 * model.num_kv_heads * model.head_dim, model.element_size, model.gradient_size
+        bytes_sent = plan.bytes_sent(
+            rank,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            element_size=model.element_size,
+            gradient_size=model.gradient_size,
+            forwards=model.num_layers * model.forwards,
+            backwards=model.num_layers,
         )
-        bytes_sent = model.num_layers * (model.forwards * sent["forward"] + sent["backward"])
     return RankRow(
         rank=rank,
         holds=tuple(holds),

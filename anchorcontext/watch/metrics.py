@@ -32,7 +32,7 @@ class LocalStep:
     """Number of these targets."""
     tokens: int = 0
     """Real tokens this rank holds; padding does not count."""
-    attention_pairs: int = 0
+    attention_pairs: float = 0.0
     """Visible (query, key) pairs whose queries this rank holds, of one layer and one head."""
     bytes_sent: int = 0
     """Bytes this rank sent in attention, all layers, forward, recomputation and backward."""
@@ -67,7 +67,7 @@ class StepRecord:
     tokens: int
     tokens_per_second: float
     tokens_per_second_per_rank: float
-    attention_pairs: int
+    attention_pairs: float
     attention_balance: float | None
     """The busiest rank's pairs over the mean: 1.0 is perfect balance."""
     flops: float | None
@@ -118,7 +118,8 @@ class StepMeter:
         self._started = time.perf_counter()
         self._loss_sum: torch.Tensor | float = 0.0
         self._loss_tokens: torch.Tensor | int = 0
-        self._counts = {"tokens": 0, "attention_pairs": 0, "bytes_sent": 0}
+        self._counts = {"tokens": 0, "bytes_sent": 0}
+        self._attention_pairs = 0.0
         self._seconds = {"data": 0.0, "exchange": 0.0, "attention": 0.0, "optimizer": 0.0}
 
     @contextmanager
@@ -136,7 +137,7 @@ class StepMeter:
         loss_sum: torch.Tensor | float,
         loss_tokens: torch.Tensor | int,
         tokens: int,
-        attention_pairs: int = 0,
+        attention_pairs: float = 0.0,
         bytes_sent: int = 0,
         exchange_seconds: float = 0.0,
         attention_seconds: float = 0.0,
@@ -147,7 +148,7 @@ class StepMeter:
         self._loss_sum = self._loss_sum + loss_sum
         self._loss_tokens = self._loss_tokens + loss_tokens
         self._counts["tokens"] += tokens
-        self._counts["attention_pairs"] += attention_pairs
+        self._attention_pairs += attention_pairs
         self._counts["bytes_sent"] += bytes_sent
         self._seconds["exchange"] += exchange_seconds
         self._seconds["attention"] += attention_seconds
@@ -158,6 +159,7 @@ class StepMeter:
             loss_sum=float(self._loss_sum),
             loss_tokens=int(self._loss_tokens),
             **self._counts,
+            attention_pairs=self._attention_pairs,
             seconds_data=self._seconds["data"],
             seconds_exchange=self._seconds["exchange"],
             seconds_attention=self._seconds["attention"],

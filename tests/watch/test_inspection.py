@@ -48,14 +48,20 @@ def test_the_ranks_hold_every_token_once_and_compute_every_pair_once(mode, layou
 @pytest.mark.parametrize("exchange", ["ring", "gather"])
 def test_rows_and_bytes_are_those_of_the_plan(exchange):
     model = ModelTraffic(
-        num_layers=3, num_kv_heads=2, head_dim=16, element_size=2, gradient_size=4, forwards=2
+        num_layers=3,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        element_size=2,
+        gradient_size=4,
+        forwards=2,
     )
     window = window_of(7, 13, 5, 30)
     inspection = inspect_window(window, sp=4, layout="zigzag", exchange=exchange, model=model)
     received = inspection.traffic.sum(axis=0)
     for rank, row in enumerate(inspection.ranks):
         plan = Plan(inspection.plan)
-        plan.mine = inspection.plan.rank(rank)
+        plan.sp_rank, plan.mine = rank, inspection.plan.rank(rank)
         assert row.rows_sent == plan.mine.forward_rows_sent
         assert row.rows_received == received[rank]
         assert row.bytes_sent == plan.predicted_bytes(
