@@ -79,10 +79,7 @@ def build_engine(train_model: nn.Module, config: Config, device: torch.device) -
             config=options,
         )
     if config.model.dtype == "bf16" and config.train.zero_stage == 0:
-        # DeepSpeed knows no fp32 accumulation without ZeRO; autograd does.
-        for parameter in engine.module.parameters():
-            if parameter.requires_grad:
-                parameter.grad_dtype = torch.float32
+        _mend_unsharded_bf16(engine)
     return engine
 
 
@@ -153,6 +150,23 @@ def _scheduler(config: Config) -> Callable[[torch.optim.Optimizer], LambdaLR]:
         min_ratio=schedule.min_lr_ratio,
     )
     return lambda optimizer: LambdaLR(optimizer, factor)
+
+
+def _mend_unsharded_bf16(engine: DeepSpeedEngine) -> None:
+    """Make bf16 without ZeRO compute what the ZeRO stages compute.
+
+    DeepSpeed has no fp32 accumulation there; autograd has. And it starts with an optimiser step on
+    zero gradients: the masters are decayed once, and Adam takes the first real step for its second
+    (0.73 of its size at the paper's betas).
+    """
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            parameter.grad_dtype = torch.float32
+    engine.basic_optimizer.state.clear()
+    optimizer = engine.optimizer
+    for masters, weights in zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True):
+        for master, weight in zip(masters, weights, strict=True):
+            master.data.copy_(weight.data)
 
 
 def _without_compiled_operators() -> None:

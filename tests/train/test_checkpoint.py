@@ -1,0 +1,191 @@
+"""Checkpoints: complete or ignored, whole weights from every ZeRO stage, no silent mismatch."""
+
+import json
+import logging
+
+import pytest
+import torch
+import transformers
+
+from anchorcontext.config import save_config
+from anchorcontext.errors import UserError
+from anchorcontext.testing import run_distributed
+from anchorcontext.train.checkpoint import find_checkpoints, read_checkpoint
+from anchorcontext.train.consolidate import gather_state_dict, load_consolidated_state_dict
+from anchorcontext.train.loop import Trainer
+from anchorcontext.train.resume import check_resumable
+
+PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+
+
+def train_and_save(rank, world_size, configs):
+    """One step and a checkpoint for each config; the live weights and logits of a fixed input."""
+    live = {}
+    for key, config in configs.items():
+        trainer = Trainer(config)
+        trainer.run_step()
+        path = trainer.save()
+        live[key] = (path, gather_state_dict(trainer.job.engine))
+        trainer.sinks.close()
+        trainer.job.engine.destroy()
+    return live
+
+
+def test_every_zero_stage_gives_whole_weights(tiny):
+    configs = {
+        (stage, dtype, tied): tiny(
+            run={"name": f"{stage}-{dtype}-{tied}"},
+            model={
+                "dtype": dtype,
+                "scratch": {
+                    "model_type": "llama",
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                    "tie_word_embeddings": tied,
+                },
+            },
+            parallel={"sp": 2},
+            train={"zero_stage": stage},
+        )
+        for stage in range(4)
+        for dtype, tied in [("fp32", False), ("bf16", True)]
+    }
+    live = run_distributed(train_and_save, 2, configs, preload=PRELOAD, group_timeout=60.0)[0]
+    reference = {}
+    for (stage, dtype, tied), (path, weights) in live.items():
+        whole = load_consolidated_state_dict(path)
+        # 9 a layer, embedding, last norm, head (hazard 30).
+        assert len(whole) == 21 and all(w.numel() for w in whole.values())
+        assert {w.dtype for w in whole.values()} == {torch.float32}
+        assert whole.keys() == weights.keys()
+        for name, weight in weights.items():
+            assert torch.equal(whole[name].to(weight.dtype), weight), (stage, dtype, name)
+        if dtype == "bf16":
+            assert any(not torch.equal(w, w.bfloat16().float()) for w in whole.values()), "masters"
+        head = torch.equal(whole["lm_head.weight"], whole["model.embed_tokens.weight"])
+        assert head == tied
+        # The stages differ in how they shard, not in what they compute.
+        first = reference.setdefault((dtype, tied), whole)
+        for name, weight in whole.items():
+            torch.testing.assert_close(weight, first[name], rtol=0, atol=1e-5)
+
+
+def test_the_consolidated_weights_are_the_live_model(tiny, tmp_path):
+    config = tiny(train={"zero_stage": 3})
+    path, weights = run_distributed(train_and_save, 1, {0: config}, preload=PRELOAD)[0][0]
+    model_config = transformers.AutoConfig.for_model(**config.model.scratch, vocab_size=128)
+    ids = torch.arange(20)[None]
+    logits = []
+    for state in (weights, load_consolidated_state_dict(path)):
+        model = transformers.AutoModelForCausalLM.from_config(model_config)
+        model.load_state_dict(state)
+        logits.append(model(ids).logits.detach())
+    assert torch.equal(*logits)
+
+
+def several_saves(rank, world_size, config):
+    trainer = Trainer(config)
+    paths = []
+    for _ in range(4):
+        trainer.run_step()
+        paths.append(trainer.save())
+    trainer.sinks.close()
+    return paths
+
+
+def latest(rank, world_size, config, records):
+    """What a second start resumes from, and what the log says."""
+    handler = logging.Handler()
+    messages = []
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("anchorcontext").addHandler(handler)
+    logging.getLogger("anchorcontext").setLevel(logging.INFO)
+    trainer = Trainer(config)
+    trainer.sinks.close()
+    return trainer.step, messages
+
+
+def test_torn_checkpoints_are_ignored_and_named(tiny):
+    config = tiny(checkpoint={"keep": 3})
+    paths = run_distributed(several_saves, 1, config, preload=PRELOAD)[0]
+    folder = paths[0].parent
+    assert [p.name for p in sorted(folder.iterdir())] == [p.name for p in paths[1:]], "keep 3"
+    assert [c.step for c in find_checkpoints(folder)[0]] == [2, 3, 4]
+
+    (paths[3] / "trainer.json").write_text("{}")  # cut short
+    states = next(paths[2].glob("engine/*optim_states.pt"))
+    states.unlink()
+    torn = folder / "step-000009.tmp"
+    torn.mkdir()
+    complete, reasons = find_checkpoints(folder)
+    assert [c.step for c in complete] == [2]
+    assert len(reasons) == 3
+    step, messages = run_distributed(latest, 1, config, None, preload=PRELOAD)[0]
+    assert step == 2
+    text = "\n".join(messages)
+    for part in ("trainer.json has 2 bytes", f"{states.name} is missing", "step-000009.tmp"):
+        assert part in text
+    assert f"resumed from {paths[1]}" in text
+
+
+def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
+    (tmp_path / "step-000001").mkdir()
+    with pytest.raises(UserError, match=r"manifest\.json cannot be read"):
+        read_checkpoint(tmp_path / "step-000001")
+    assert find_checkpoints(tmp_path / "nowhere") == ([], [])
+
+
+def test_another_layout_is_refused_by_name(tiny):
+    path = run_distributed(several_saves, 1, tiny(), preload=PRELOAD)[0][-1]
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["layout"] |= {"world_size": 8, "sp": 4}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(RuntimeError, match=r"world_size 8 -> 1, sp 4 -> 1"):
+        run_distributed(latest, 1, tiny(), None, preload=PRELOAD)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"train": {"steps": 9}},
+        {"train": {"log_every": 3}},
+        {"checkpoint": {"every": 7, "keep": 5}},
+        {"watch": {"tensorboard": True}, "parity": {"every": 3}},
+        {"data": {"on_error": "skip"}},
+    ],
+)
+def test_what_may_change_over_a_resume(tiny, sections):
+    check_resumable(tiny(), tiny(**sections))
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr: 0.01 -> 0.5"),
+        ({"run": {"seed": 4}}, r"run.seed: 0 -> 4"),
+        ({"data": {"shuffle": False}}, r"data.shuffle: True -> False"),
+        ({"attention": {"mode": "full"}}, r"attention.mode: 'anchor' -> 'full'"),
+        ({"train": {"windows_per_step": 2}}, r"train.windows_per_step: 4 -> 2"),
+        ({"deepspeed": {"wall_clock_breakdown": True}}, r"deepspeed.wall_clock_breakdown"),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused(tiny, sections, named):
+    with pytest.raises(UserError, match=named):
+        check_resumable(tiny(), tiny(**sections))
+
+
+def test_more_steps_change_a_cosine_schedule(tiny):
+    cosine = {"schedule": {"type": "cosine"}}
+    with pytest.raises(UserError, match=r"train.steps: 4 -> 9"):
+        check_resumable(tiny(**cosine), tiny(**cosine, train={"steps": 9}))
+
+
+def test_a_saved_config_is_read_back_equal(tiny, tmp_path):
+    from anchorcontext.config import load_config
+
+    config = tiny()
+    save_config(config, tmp_path / "config.yaml")
+    check_resumable(load_config(tmp_path / "config.yaml"), config)
