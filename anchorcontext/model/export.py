@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from ..errors import UserError
+from .quiet import quiet_progress
 
 log = logging.getLogger(__name__)
 
@@ -87,10 +88,11 @@ def export_model(
     try:
         _keep_generation_config(skeleton, tokenizer_dir)
         cast = {name: tensor.detach().to(dtype).contiguous() for name, tensor in state.items()}
-        skeleton.save_pretrained(beside, state_dict=cast, max_shard_size=MAX_SHARD_SIZE)
+        with quiet_progress():
+            skeleton.save_pretrained(beside, state_dict=cast, max_shard_size=MAX_SHARD_SIZE)
         copied = _copy_tokenizer(tokenizer_dir, beside) if tokenizer_dir is not None else 0
         report = _read_back(beside, skeleton, state, dtype, out, copied > 0)
-        beside.chmod(0o755)
+        _open_permissions(beside)
         _swap(beside, out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -191,6 +193,14 @@ def _read_back(
         tied=bool(tied),
         tokenizer=has_tokenizer,
     )
+
+
+def _open_permissions(folder: Path) -> None:
+    """The usual permissions: mkdtemp and safetensors make what they write private."""
+    mode = (folder / "config.json").stat().st_mode & 0o777
+    for file in folder.iterdir():
+        file.chmod(mode)
+    folder.chmod(mode | (mode & 0o444) >> 2)
 
 
 def _swap(beside: Path, out: Path) -> None:

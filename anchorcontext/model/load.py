@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..errors import UserError
 from .attention import enable
+from .quiet import quiet_progress
 from .rope import cast_parameters, check_theta_sources, configure_rope, verify_rope
 from .supported import check_supported, output_head, probe_model
 
@@ -174,9 +175,10 @@ def _check_vocabulary(config: PreTrainedConfig, vocab_size: int | None, path: st
 
 def _load(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True
-        )
+        with quiet_progress():
+            model, report = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, output_loading_info=True
+            )
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(f"model.path = {path}: the weights cannot be loaded ({error})") from error
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
