@@ -153,6 +153,8 @@ def _rank_main(
         dist.destroy_process_group()
     except BaseException:
         stamp = time.time()
-        with open(os.path.join(folder, f"error-{rank}"), "w") as file:
+        path = os.path.join(folder, f"error-{rank}")
+        with open(path + ".part", "w") as file:
             file.write(f"{stamp}\n{traceback.format_exc()}")
+        os.rename(path + ".part", path)  # the parent may look at any time
         raise SystemExit(1) from None

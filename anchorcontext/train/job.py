@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from ..config import Config
 from ..data import Loader, WindowDataset
@@ -77,10 +76,9 @@ class Job:
         return windows
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Release the engine and leave the process group."""
         self.engine.destroy()
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        self.process.close()
 
     def _build_model(self) -> TrainModel:
         model = build_model(

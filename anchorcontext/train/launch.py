@@ -53,6 +53,13 @@ class Process:
     launch: LaunchEnvironment
     device: torch.device
     control: Control
+    owns_group: bool
+    """Whether ``start_process`` made the process group; otherwise somebody else ends it."""
+
+    def close(self) -> None:
+        """Leave the process group."""
+        if self.owns_group and dist.is_initialized():
+            dist.destroy_process_group()
 
     @property
     def rank(self) -> int:
@@ -102,7 +109,8 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     os.environ.update(launch.variables())
-    if not dist.is_initialized():
+    owns_group = not dist.is_initialized()
+    if owns_group:
         backend = "nccl" if use_cuda else "gloo"
         if launch.world_size == 1:
             dist.init_process_group(
@@ -111,7 +119,7 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
         else:
             dist.init_process_group(backend, timeout=timeout)
     logging.getLogger(__name__).debug("rank %d of %d", launch.rank, launch.world_size)
-    return Process(launch, device, Control.create())
+    return Process(launch, device, Control.create(), owns_group)
 
 
 def first_host(nodelist: str) -> str:
