@@ -12,6 +12,7 @@ from anchorcontext.errors import UserError
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedConfig
 
     from anchorcontext.config import Config
 
@@ -52,6 +53,8 @@ def command(
         vocab_size=_vocabulary(weights) if config.model.scratch is not None else None,
     )
     tokenizer = tokenizer or _prepared_tokenizer(config)
+    if config.model.scratch is not None and tokenizer is not None:
+        _adopt_special_tokens(hf_config, tokenizer)
     report = export_model(
         weights,
         hf_config,
@@ -95,6 +98,15 @@ def _vocabulary(weights: dict[str, torch.Tensor]) -> int | None:
     """Rows of the embedding: the vocabulary of a model from scratch is its tokenizer's."""
     rows = [len(weight) for name, weight in weights.items() if name.endswith("embed_tokens.weight")]
     return rows[0] if rows else None
+
+
+def _adopt_special_tokens(hf_config: PreTrainedConfig, tokenizer: Path) -> None:
+    """A model from scratch begins and ends texts with its tokenizer's tokens, not with Llama's."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(tokenizer)
+    hf_config.bos_token_id = tokens.bos_token_id
+    hf_config.eos_token_id = tokens.eos_token_id
 
 
 def _prepared_tokenizer(config: Config) -> Path | None:

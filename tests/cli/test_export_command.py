@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from anchorcontext.cli import group
 from anchorcontext.model import build_model, load
@@ -32,9 +34,9 @@ train: {steps: 4, windows_per_step: 1}
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run with two complete checkpoints and a torn one; its weights are those of its seed."""
-    (tmp_path / "windows" / "tokenizer").mkdir(parents=True)
-    (tmp_path / "windows" / "tokenizer" / "tokenizer_config.json").write_text("{}")
-    (tmp_path / "windows" / "tokenizer" / "tokenizer.json").write_text("{}")
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "<s>": 2, "</s>": 3}, unk_token="a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", eos_token="</s>")
+    tokenizer.save_pretrained(tmp_path / "windows" / "tokenizer")
     for name in ("step-000002", "step-000010", "step-000012.tmp"):
         folder = tmp_path / "runs" / "tiny" / "checkpoints" / name
         folder.mkdir(parents=True)
@@ -71,6 +73,8 @@ def test_a_run_exports_its_latest_complete_checkpoint(run, tmp_path):
     assert model.config.rope_parameters["rope_theta"] == 5e6
     assert model.config.max_position_embeddings == 8192
     assert (tmp_path / "out" / "tokenizer.json").is_file()
+    assert (model.config.bos_token_id, model.config.eos_token_id) == (2, 3)
+    assert model.generation_config.eos_token_id == 3
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["num_tensors"] == 21 and report["dtype"] == "bfloat16"
 
