@@ -15,6 +15,7 @@ import torch
 from ..errors import UserError
 from ..model.train_model import PREFIX
 from .checkpoint import ENGINE_TAG, Checkpoint, read_checkpoint
+from .launch import tell_deepspeed_the_accelerator
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -38,6 +39,7 @@ def load_consolidated_state_dict(checkpoint_dir: str | Path) -> dict[str, torch.
     elif _is_bf16_optimizer(checkpoint):
         weights = _bf16_zero1(checkpoint)
     else:
+        tell_deepspeed_the_accelerator()
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):

@@ -10,7 +10,7 @@ from ..config import Config
 from ..model import build_config
 from ..parallel import build_mesh, make_plan
 from ..plan import check_heads
-from .engine import deepspeed_config
+from .engine import check_deepspeed_options, deepspeed_config
 from .job import build_loader, open_dataset
 from .launch import start_process
 
@@ -50,7 +50,7 @@ def dry_run(config: Config) -> DryRun:
     control = process.control
     with control.together("checking the config"):
         shape = config.check_world(process.world_size)
-        deepspeed_config(config, process.world_size, process.device)
+        check_deepspeed_options(deepspeed_config(config, process.world_size, process.device))
     mesh = build_mesh(config.parallel.sp)
     with control.together("opening the data and the model's config"):
         dataset = open_dataset(config)

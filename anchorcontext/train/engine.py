@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..errors import UserError
 from .schedule import learning_rate_factor
 
 if TYPE_CHECKING:
@@ -57,6 +58,21 @@ def deepspeed_config(config: Config, world_size: int, device: torch.device) -> d
     return _merged(options, config.deepspeed_options())
 
 
+def check_deepspeed_options(options: dict[str, Any]) -> None:
+    """Let DeepSpeed read its options, before there is anything to train; needs a process group.
+
+    Raises:
+        UserError: DeepSpeed refuses an option or its value.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    try:
+        DeepSpeedConfig(deepcopy(options))
+    except (ValueError, TypeError, AssertionError) as error:
+        reason = " ".join(str(error).split("For further information")[0].split())
+        raise UserError(f"deepspeed: {reason}; mend the deepspeed section") from None
+
+
 def build_engine(train_model: nn.Module, config: Config, device: torch.device) -> DeepSpeedEngine:
     """Wrap the model for training; collective, every rank calls it.
 
@@ -72,6 +88,7 @@ def build_engine(train_model: nn.Module, config: Config, device: torch.device) -
         _without_compiled_operators()
     options = deepspeed_config(config, dist.get_world_size(), device)
     with _quiet():
+        check_deepspeed_options(options)
         engine, _, _, _ = deepspeed.initialize(
             model=train_model,
             model_parameters=parameter_groups(train_model, config.optimizer.weight_decay),

@@ -106,8 +106,7 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
     device = torch.device("cuda", launch.local_rank) if use_cuda else torch.device("cpu")
     if use_cuda:
         torch.cuda.set_device(device)
-    else:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    tell_deepspeed_the_accelerator()
     os.environ.update(launch.variables())
     owns_group = not dist.is_initialized()
     if owns_group:
@@ -120,6 +119,12 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
             dist.init_process_group(backend, timeout=timeout)
     logging.getLogger(__name__).debug("rank %d of %d", launch.rank, launch.world_size)
     return Process(launch, device, Control.create(), owns_group)
+
+
+def tell_deepspeed_the_accelerator() -> None:
+    """Before DeepSpeed is imported: without a GPU it searches for one and warns on every rank."""
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 
 def first_host(nodelist: str) -> str:
