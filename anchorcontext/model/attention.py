@@ -63,11 +63,23 @@ def attention_forward(
     Raises:
         UserError: no plan, or something is asked for that the plan cannot honour.
     """
-    layer = type(module).__name__
     if plan is None:
-        raise UserError(_NO_PLAN)
+        raise UserError(
+            f"{type(module).__name__} got no plan: enable(model) and call it with plan=; if that "
+            "was done, the model does not hand keyword arguments on to its layers; train one that "
+            "does (LLaMA, Qwen2, Qwen3, Mistral)"
+        )
     if attention_mask is not None:
         raise UserError(_MASK)
+    _check_request(module, plan, dropout, kwargs)
+    _check_shapes(module, query, key, value)
+    out = distributed_attention(query, key, value, plan, scale=scaling)
+    return out.transpose(1, 2), None
+
+
+def _check_request(module: nn.Module, plan: Plan, dropout: float, kwargs: dict[str, Any]) -> None:
+    """Refuse what the layer asks for and the plan would lose."""
+    layer = type(module).__name__
     if dropout:
         raise UserError(
             f"{layer} asks for attention dropout {dropout}: it is not applied across ranks; set "
@@ -86,6 +98,12 @@ def attention_forward(
         raise UserError(f"{layer} asks for attention to later tokens: every mode is causal")
     if kwargs.get("output_attentions"):
         raise UserError("output_attentions=True: attention weights are never formed; leave it out")
+
+
+def _check_shapes(
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> None:
+    layer = type(module).__name__
     if key.shape[2] != query.shape[2]:
         raise UserError(
             f"{layer} got {query.shape[2]} queries and {key.shape[2]} keys: a planned forward has "
@@ -96,8 +114,6 @@ def attention_forward(
             f"{layer} has key heads of {key.shape[3]} and value heads of {value.shape[3]}: "
             "attention with two head sizes is not supported"
         )
-    out = distributed_attention(query, key, value, plan, scale=scaling)
-    return out.transpose(1, 2), None
 
 
 AttentionInterface.register(NAME, attention_forward)

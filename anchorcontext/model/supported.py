@@ -206,29 +206,8 @@ def probe_model(model: PreTrainedModel) -> None:
     Raises:
         UserError: names what was found.
     """
-    device, vocab = model.device, model.config.get_text_config().vocab_size
-    # The pad token's embedding is zero in some models: two ids that differ are all that is needed.
-    first, second, third = (index % vocab for index in (vocab // 3, vocab // 2, vocab - 1))
-    tail = [first, third, second, third]
-    documents = {
-        "base": [first, second, third, *tail],
-        "other document": [second, third, first, *tail],
-        "own document": [first, second, third, third, *tail[1:]],
-    }
-    windows = [Window(ids, [0, 3, 7], "intra_doc") for ids in documents.values()]
-    plan = make_plan(windows)
-    local = shard(windows, plan, device)
-    training = model.training
-    model.eval()
-    try:
-        inputs = {"input_ids": local.input_ids, "position_ids": local.position_ids}
-        logits = unshard(model(**inputs, plan=plan).logits.float(), plan)
-        hidden = model.get_decoder()(**inputs, plan=plan).last_hidden_state
-        from_head = unshard(model.get_output_embeddings()(hidden).float(), plan)
-    finally:
-        model.train(training)
-    name = type(model).__name__
-    scale = logits.abs().max()
+    logits, from_head = _probe_logits(model)
+    name, scale = type(model).__name__, logits.abs().max()
     base, other, own = logits[:, 3:]
     if not torch.isfinite(logits).all():
         raise UserError(
@@ -246,12 +225,36 @@ def probe_model(model: PreTrainedModel) -> None:
             f"{name}: the last token's logits do not depend on the document's first token; the "
             "weights have not been loaded, or the model has no attention"
         )
-    if (logits - from_head).abs().max() > PROBE_TOLERANCE * scale:
+    error = float((logits - from_head).abs().max())
+    if error > PROBE_TOLERANCE * scale:
         raise UserError(
-            f"{name}: logits differ from lm_head(hidden states) by up to "
-            f"{float((logits - from_head).abs().max()):.3g}; the loss is computed from lm_head "
-            "alone, so a scale or cap on the logits would be lost; train another model"
+            f"{name}: logits differ from lm_head(hidden states) by up to {error:.3g}; the loss is "
+            "computed from lm_head alone, so a scale or cap on the logits would be lost; train "
+            "another model"
         )
+
+
+def _probe_logits(model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits (3, 7, V) in fp32 of three windows, by the model and by its head alone.
+
+    Documents of 3 and 4 tokens; the second window differs from the first in its first document,
+    the third in the first token of its second document.
+    """
+    vocab = model.config.get_text_config().vocab_size
+    a, b, c = vocab // 3, vocab // 2, vocab - 1
+    contents = [[a, b, c, a, c, b, c], [b, c, a, a, c, b, c], [a, b, c, c, c, b, c]]
+    windows = [Window(ids, [0, 3, 7], "intra_doc") for ids in contents]
+    plan = make_plan(windows)
+    local = shard(windows, plan, model.device)
+    inputs = {"input_ids": local.input_ids, "position_ids": local.position_ids, "plan": plan}
+    training = model.training
+    model.eval()
+    try:
+        logits = model(**inputs).logits
+        from_head = model.get_output_embeddings()(model.get_decoder()(**inputs).last_hidden_state)
+    finally:
+        model.train(training)
+    return unshard(logits.float(), plan), unshard(from_head.float(), plan)
 
 
 def output_head(model: PreTrainedModel) -> nn.Linear:

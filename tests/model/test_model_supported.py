@@ -2,10 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from anchorcontext import UserError, enable, make_plan, shard
-from anchorcontext.model import TrainModel, attention_forward, check_supported, configure_rope
+from anchorcontext.model import (
+    TrainModel,
+    attention_forward,
+    check_supported,
+    configure_rope,
+    probe_model,
+)
 from anchorcontext.testing.models import tiny_config, tiny_llama, tiny_model
 from anchorcontext.window import Window
 
@@ -118,6 +124,12 @@ def test_a_model_outside_the_attention_interface_is_refused():
     model.set_attn_implementation = lambda name: None
     with pytest.raises(UserError, match="attention interface"):
         enable(model)
+
+
+def test_a_model_that_does_not_hand_the_plan_on_to_its_layers_is_refused():
+    model = enable(AutoModelForCausalLM.from_config(AutoConfig.for_model("stablelm", **SMALL)))
+    with pytest.raises(UserError, match="does not hand keyword arguments on"):
+        probe_model(model)
 
 
 def test_a_head_with_a_bias_is_refused():
