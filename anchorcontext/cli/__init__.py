@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "Show one window: documents, positions, mask, layout, who sends what.",
     "train": "Train; resumes by itself. Run it under torchrun, deepspeed or srun.",
     "parity": "Compare the distributed run with a single device; exits 1 past tolerance.",
+    "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",
     "export": "Turn a checkpoint into a plain Hugging Face folder.",
     "import-gguf": "Turn a GGUF file into a plain Hugging Face folder.",
     "config": "Check a config and show it resolved, or list every key.",

@@ -1,0 +1,91 @@
+"""A whole run in one table, from what it left on disk: restarts and resumes included."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ..errors import UserError
+from .jsonl import read_metrics
+
+METRICS_FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What a run did so far; None where it has not come to that."""
+
+    run_dir: Path
+    steps: int
+    skipped: int
+    starts: int
+    """How often training began or went on."""
+    first_loss: float | None
+    last_loss: float | None
+    tokens: int
+    median_tokens_per_second: float | None
+    """Of the whole job, median over steps: the first step's warm-up does not count against it."""
+    peak_memory_bytes: int
+    """Of the rank that used most."""
+    bytes_sent: int
+    """In attention, all ranks, all steps."""
+    attention_balance: float | None
+    """Mean over steps of the busiest rank's attention pairs over the mean rank's."""
+    parity_checks: int
+    parity_failures: int
+    largest_logit_difference: float | None
+    checkpoints: tuple[Path, ...]
+
+
+def summarize(run_dir: str | Path) -> RunSummary:
+    """Read a run folder.
+
+    Raises:
+        UserError: the folder holds no metrics.
+    """
+    run_dir = Path(run_dir)
+    path = run_dir / METRICS_FILE
+    if not path.is_file():
+        raise UserError(
+            f"{run_dir} holds no {METRICS_FILE}: give the folder of a run, output_dir/name of its "
+            "config, after it has trained"
+        )
+    records, events = read_metrics(path)
+    applied = [record for record in records if record.get("loss") is not None]
+    checks = [event for event in events if event["event"] == "parity"]
+    return RunSummary(
+        run_dir=run_dir,
+        steps=records[-1]["step"] if records else 0,
+        skipped=sum(bool(record.get("skipped")) for record in records),
+        starts=sum(event["event"] == "start" for event in events),
+        first_loss=applied[0]["loss"] if applied else None,
+        last_loss=applied[-1]["loss"] if applied else None,
+        tokens=sum(record["tokens"] for record in records),
+        median_tokens_per_second=_median(records, "tokens_per_second"),
+        peak_memory_bytes=max((record["peak_memory_bytes"] for record in records), default=0),
+        bytes_sent=sum(record["bytes_sent"] for record in records),
+        attention_balance=_mean(records, "attention_balance"),
+        parity_checks=len(checks),
+        parity_failures=sum(not check["passed"] for check in checks),
+        largest_logit_difference=max(
+            (c["largest_logit_difference"] for c in checks if c["largest_logit_difference"]),
+            default=0.0 if checks else None,
+        ),
+        checkpoints=tuple(sorted((run_dir / "checkpoints").glob("step-*"))),
+    )
+
+
+def _values(records: list[dict[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in records if record.get(name) is not None]
+
+
+def _median(records: list[dict[str, Any]], name: str) -> float | None:
+    values = _values(records, name)
+    return median(values) if values else None
+
+
+def _mean(records: list[dict[str, Any]], name: str) -> float | None:
+    values = _values(records, name)
+    return sum(values) / len(values) if values else None
