@@ -15,7 +15,7 @@ def main(folder: str, prompt: str, expected: str = "") -> int:
     inputs = tokenizer(prompt, return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=12, do_sample=False)
     text = tokenizer.decode(tokens[0], skip_special_tokens=True)
-    print(f"{folder} completes: {text!r}")
+    sys.stdout.write(f"{folder} completes: {text!r}\n")
     return 0 if expected in text else 1
 
 
