@@ -40,6 +40,7 @@ def _print_dry_run(found: DryRun) -> None:
     echo_table(
         [
             ("ranks", f"{found.world_size} = dp {found.dp} x sp {found.sp}"),
+            ("starts at step", f"{found.resumes_at} of {found.steps}"),
             ("accumulation", f"{found.accumulation} micro-batches a step"),
             ("model", f"{found.model_type}, {found.num_layers} layers"),
             ("windows", f"{found.windows:,}"),
@@ -47,7 +48,7 @@ def _print_dry_run(found: DryRun) -> None:
             ("documents", f"{found.window_documents:,}, anchor included"),
             ("targets", f"{found.window_targets:,}"),
             ("layout", f"{found.layout}, {found.tokens_per_rank:,} tokens a rank"),
-            ("pairs a rank", ", ".join(f"{pairs:,}" for pairs in found.pairs_per_rank)),
+            ("pairs a rank", ", ".join(f"{pairs:,.0f}" for pairs in found.pairs_per_rank)),
             ("bytes sent a rank", ", ".join(f"{sent:,}" for sent in found.bytes_per_rank)),
         ],
         title="Dry run: everything fits; nothing was trained",

@@ -55,6 +55,11 @@ class WorldLayout:
     zero_stage: int
     dtype: str
 
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> WorldLayout:
+        """The layout of a run."""
+        return cls(world_size, config.parallel.sp, config.train.zero_stage, config.model.dtype)
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -110,6 +115,22 @@ def read_checkpoint(path: Path) -> Checkpoint:
             what = "is missing" if found is None else f"has {found} bytes"
             raise UserError(f"{path}: {name} {what}, {size} bytes were written")
     return Checkpoint(path, manifest)
+
+
+def check_layout(checkpoint: Checkpoint, layout: WorldLayout) -> None:
+    """Refuse a checkpoint whose shards are cut for other ranks.
+
+    Raises:
+        UserError: names what differs, and what would be needed.
+    """
+    saved, wanted = vars(checkpoint.layout), vars(layout)
+    changes = [f"{k} {saved[k]} -> {wanted[k]}" for k in wanted if saved[k] != wanted[k]]
+    if changes:
+        raise UserError(
+            f"{checkpoint.path}: was written by another layout of ranks ({', '.join(changes)}), "
+            "and its optimiser state is cut for that one; resume with the saved values, or export "
+            "it and start a new run from the exported model"
+        )
 
 
 class CheckpointStore:
@@ -174,7 +195,7 @@ class CheckpointStore:
             UserError: the checkpoint was written by another layout of ranks.
         """
         with self.control.together("loading the checkpoint"):
-            self._check_layout(checkpoint)
+            check_layout(checkpoint, self.layout)
             state = checkpoint.trainer_state()
             generators = torch.load(
                 checkpoint.path / "ranks" / _rank_file(self.control), weights_only=False
@@ -183,17 +204,6 @@ class CheckpointStore:
         assert loaded is not None, f"DeepSpeed found no checkpoint in {checkpoint.path}"
         _restore_random_states(generators, engine.device)
         return state
-
-    def _check_layout(self, checkpoint: Checkpoint) -> None:
-        saved = vars(checkpoint.layout)
-        differing = [key for key, value in vars(self.layout).items() if saved[key] != value]
-        if differing:
-            changes = ", ".join(f"{k} {saved[k]} -> {getattr(self.layout, k)}" for k in differing)
-            raise UserError(
-                f"{checkpoint.path}: was written by another layout of ranks ({changes}), and its "
-                "optimiser state is cut for that one; resume with the saved values, or export it "
-                "and start a new run from the exported model"
-            )
 
     def _complete(self, beside: Path, final: Path, step: int) -> None:
         """Manifest, rename, and only then the old ones."""

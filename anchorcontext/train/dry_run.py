@@ -6,19 +6,24 @@ from dataclasses import dataclass
 
 import torch
 
-from ..config import Config
+from ..config import Config, load_config
 from ..model import build_config
 from ..parallel import build_mesh, make_plan
 from ..plan import check_heads
+from .checkpoint import WorldLayout, check_layout, find_checkpoints
 from .engine import check_deepspeed_options, deepspeed_config
-from .job import build_loader, open_dataset
+from .job import build_loader, open_dataset, run_folder
 from .launch import start_process
+from .resume import check_resumable
 
 
 @dataclass(frozen=True)
 class DryRun:
     """What a run would do."""
 
+    resumes_at: int
+    """Steps that the run folder's last complete checkpoint has done; 0 for a new run."""
+    steps: int
     world_size: int
     dp: int
     sp: int
@@ -52,6 +57,11 @@ def dry_run(config: Config) -> DryRun:
         shape = config.check_world(process.world_size)
         check_deepspeed_options(deepspeed_config(config, process.world_size, process.device))
     mesh = build_mesh(config.parallel.sp)
+    with control.together("looking into the run folder"):
+        checkpoints, _ = find_checkpoints(run_folder(config) / "checkpoints")
+        for checkpoint in checkpoints[-1:]:
+            check_layout(checkpoint, WorldLayout.of(config, process.world_size))
+            check_resumable(load_config(checkpoint.path / "config.yaml"), config)
     with control.together("opening the data and the model's config"):
         dataset = open_dataset(config)
         loader = build_loader(config, dataset, mesh)
@@ -80,6 +90,8 @@ def dry_run(config: Config) -> DryRun:
     )
     group = control.gather((plan.num_pairs, sent))[: mesh.sp]
     return DryRun(
+        resumes_at=checkpoints[-1].step if checkpoints else 0,
+        steps=config.train.steps,
         world_size=mesh.world_size,
         dp=mesh.dp,
         sp=mesh.sp,

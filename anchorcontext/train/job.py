@@ -55,7 +55,7 @@ class Job:
     @property
     def run_dir(self) -> Path:
         """The folder of the run."""
-        return Path(self.config.run.output_dir) / self.config.run.name
+        return run_folder(self.config)
 
     def next_micro_batches(self) -> list[list[Window]]:
         """This rank's windows of the next optimiser step, one list a micro-batch.
@@ -101,6 +101,11 @@ class Job:
                     "prepare the data with the model's tokenizer"
                 )
         return windows
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run lives."""
+    return Path(config.run.output_dir) / config.run.name
 
 
 def open_dataset(config: Config) -> WindowDataset:

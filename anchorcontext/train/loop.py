@@ -34,7 +34,10 @@ class Trainer:
         self.shape = model_shape(self.job.train_model.causal_lm)
         self.peak_flops = peak_flops(self.job.device, peak_dtype(config), config.watch.peak_flops)
         self.checkpoints = CheckpointStore(
-            self.job.run_dir / "checkpoints", self.control, self._layout(), config
+            self.job.run_dir / "checkpoints",
+            self.control,
+            WorldLayout.of(config, self.mesh.world_size),
+            config,
         )
         self.step = 0
         self.saved_step: int | None = None
@@ -159,10 +162,6 @@ class Trainer:
             self.job.loader.load_state_dict(state["loader"])
         self.step = self.saved_step = state["step"]
         logger.info("resumed from %s, %d steps done", checkpoint.path, self.step)
-
-    def _layout(self) -> WorldLayout:
-        train, model = self.config.train, self.config.model
-        return WorldLayout(self.mesh.world_size, self.mesh.sp, train.zero_stage, model.dtype)
 
     def _window_ids(self) -> list[int]:
         """Dataset indices of the step's windows over all ranks."""

@@ -26,6 +26,9 @@ class TrainReport:
     """Steps that were not applied."""
     tokens: int = 0
     seconds: float = 0.0
+    """In steps; parity checks and saving come on top."""
+    tokens_per_second: float = 0.0
+    """Of the whole job, over the time of the steps alone."""
     bytes_sent: int = 0
     """All ranks."""
     peak_memory_bytes: int = 0
@@ -36,11 +39,6 @@ class TrainReport:
     checkpoint: Path | None = None
     """The last one written."""
 
-    @property
-    def tokens_per_second(self) -> float:
-        """Of the whole job, over the time of the steps alone."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
     def add(self, record: StepRecord) -> None:
         """Count one step."""
         self.step = record.step
@@ -50,6 +48,7 @@ class TrainReport:
         self.num_skipped += record.skipped
         self.tokens += record.tokens
         self.seconds += record.seconds
+        self.tokens_per_second = self.tokens / self.seconds if self.seconds else 0.0
         self.bytes_sent += record.bytes_sent
         self.peak_memory_bytes = max(self.peak_memory_bytes, record.peak_memory_bytes)
 

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from ..config import Config
 from ..errors import UserError
+
+logger = logging.getLogger(__name__)
 
 # Keys that change how a run is watched, kept or ended, not what a step computes. What the data
 # section decides is compared through the fingerprint of the prepared windows.
 _FREE = ("run.name", "run.output_dir", "train.steps", "train.log_every")
 _FREE_SECTIONS = ("checkpoint.", "parity.", "watch.", "data.")
 _COUNTS = ("data.shuffle",)
+# How the same numbers are computed: only their rounding changes, which the log says.
+_ROUNDING = (
+    "attention.engine",
+    "attention.exchange",
+    "attention.layout",
+    "attention.ulysses",
+    "loss.chunk_tokens",
+    "model.gradient_checkpointing",
+    "train.micro_batch_windows",
+)
 
 
 def check_resumable(saved: Config, current: Config) -> None:
@@ -22,7 +35,10 @@ def check_resumable(saved: Config, current: Config) -> None:
     """
     before, after = _flat(saved.model_dump(mode="json")), _flat(current.model_dump(mode="json"))
     changed = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
-    fatal = [key for key in changed if not _is_free(key, current)]
+    rounding = [key for key in changed if key in _ROUNDING]
+    if rounding:
+        logger.info("changed since the checkpoint, equal up to rounding: %s", ", ".join(rounding))
+    fatal = [key for key in changed if key not in _ROUNDING and not _is_free(key, current)]
     if fatal:
         lines = [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in fatal]
         raise UserError(

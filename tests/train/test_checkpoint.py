@@ -155,6 +155,7 @@ def test_another_layout_is_refused_by_name(tiny):
         {"checkpoint": {"every": 7, "keep": 5}},
         {"watch": {"tensorboard": True}, "parity": {"every": 3}},
         {"data": {"on_error": "skip"}},
+        {"attention": {"engine": "reference"}, "model": {"gradient_checkpointing": True}},
     ],
 )
 def test_what_may_change_over_a_resume(tiny, sections):

@@ -18,6 +18,7 @@ from anchorcontext.parallel import build_mesh
 from anchorcontext.testing import run_distributed
 from anchorcontext.train.checkpoint import find_checkpoints
 from anchorcontext.train.consolidate import load_consolidated_state_dict
+from anchorcontext.train.dry_run import dry_run
 from anchorcontext.train.job import build_loader, open_dataset
 from anchorcontext.train.loop import Trainer, train
 from anchorcontext.watch.jsonl import read_metrics
@@ -187,6 +188,31 @@ def test_sp_ranks_share_windows_and_an_epoch_holds_each_once(tiny):
         assert groups.setdefault(dp_rank, seen) == seen
     assert sorted(itertools.chain(*groups.values())) == list(range(8))
     assert groups[0] != sorted(groups[0]), "shuffled"
+
+
+def dry(rank, world_size, config):
+    try:
+        return dry_run(config)
+    except UserError as error:
+        return str(error)
+
+
+def test_a_dry_run_plans_one_window_and_writes_nothing(tiny):
+    config = tiny(parallel={"sp": 2})
+    first, second = run_distributed(dry, 2, config, preload=PRELOAD)
+    assert first == second
+    assert (first.dp, first.sp, first.accumulation, first.resumes_at) == (1, 2, 4, 0)
+    assert first.window_tokens == 24 and first.tokens_per_rank == 12
+    assert len(first.bytes_per_rank) == 2 and sum(first.bytes_per_rank) > 0
+    assert not run_dir(config).exists()
+    sliding = tiny(
+        model={
+            "scratch": {"model_type": "mistral", "hidden_size": 32, "num_attention_heads": 4}
+            | {"sliding_window": 8}
+        }
+    )
+    (message,) = run_distributed(dry, 1, sliding, preload=PRELOAD)
+    assert "sliding_window" in message
 
 
 def bad_token(rank, world_size, config):
