@@ -162,7 +162,7 @@ class AttentionSection(Section):
     mode: Literal["full", "intra_doc", "intra_doc_reset", "anchor"] = "anchor"
     """Which keys a query sees and which position each token has."""
 
-    layout: Literal["auto", "contiguous", "zigzag"] = "auto"
+    layout: Literal["auto", "contiguous", "zigzag", "balanced"] = "auto"
     """Which tokens of a window each rank of its group holds."""
 
     exchange: Literal["auto", "ring", "gather", "ulysses", "hybrid"] = "auto"

@@ -78,10 +78,10 @@ class Plan:
         return self._engines[key]
 
     def team_order(self, device: torch.device) -> torch.Tensor | None:
-        """int64 (N,): the team's rows in token order, numbered as its members list them; None
+        """int64 (N,): the team's rows, window by window, numbered as its members list them; None
         where the two orders are the same."""
         if device not in self._team_orders:
-            order = _team_order(self.data, self.sp_rank)
+            order = _team_order(self.data)
             self._team_orders[device] = None if order is None else order.to(device)
         return self._team_orders[device]
 
@@ -133,7 +133,7 @@ def make_plan(
     Args:
         windows: one window or the windows of the micro-batch; the same on every rank of the group.
         sp_group: the ranks that share the windows; None: this device alone.
-        layout: ``"contiguous"``, ``"zigzag"`` or ``"auto"``.
+        layout: ``"contiguous"``, ``"zigzag"``, ``"balanced"`` or ``"auto"``.
         exchange: ``"ring"``, ``"gather"``, ``"ulysses"``, ``"hybrid"`` or ``"auto"``.
         ulysses: ranks of a team that swap heads (:class:`~anchorcontext.plan.BatchPlan`).
         engine: the kernel engine's name, ``"auto"`` for the best one that serves the tensors.
@@ -164,17 +164,12 @@ def _peers(
     return rows, team
 
 
-def _team_order(data: BatchPlan, sp_rank: int) -> torch.Tensor | None:
-    """See :meth:`Plan.team_order`."""
+def _team_order(data: BatchPlan) -> torch.Tensor | None:
+    """See :meth:`Plan.team_order`: members hold consecutive parts of the team's rows."""
     size, batch, length = data.ulysses, data.batch_size, data.local_length
-    first = sp_rank - sp_rank % size
-    tokens = np.concatenate([data.local_indices(first + member) for member in range(size)])
-    member, row = np.divmod(np.argsort(tokens, kind="stable"), length)
-    window = np.arange(batch)[:, None]
-    order = (member * batch * length + window * length + row).ravel()
-    if (order == np.arange(len(order))).all():
+    if batch == 1 or size == 1:
         return None
-    return torch.from_numpy(order)
+    return torch.arange(size * batch * length).view(size, batch, length).transpose(0, 1).flatten()
 
 
 def _check_agreement(windows: list[Window], options: str, group: dist.ProcessGroup) -> None:

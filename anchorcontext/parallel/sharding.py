@@ -48,11 +48,14 @@ def shard(
             f"{plan.batch_size} of {[w.num_tokens for w in plan.windows]}: shard the windows the "
             "plan was made for, or make a plan for these"
         )
-    rows = plan.data.local_indices(plan.sp_rank)
+    rows = [plan.data.local_indices(plan.sp_rank, index) for index in range(len(batch))]
 
     def local(name: str, fill: int) -> torch.Tensor:
-        whole = [_pad(getattr(w, name), plan.padded_length, fill, name) for w in batch]
-        return torch.from_numpy(np.stack(whole)[:, rows]).to(device or "cpu")
+        parts = [
+            _pad(getattr(window, name), plan.padded_length, fill, name)[held]
+            for window, held in zip(batch, rows, strict=True)
+        ]
+        return torch.from_numpy(np.stack(parts)).to(device or "cpu")
 
     return LocalShard(
         input_ids=local("input_ids", 0),
@@ -82,9 +85,14 @@ def unshard(local: torch.Tensor, plan: Plan) -> torch.Tensor:
             mine.view(-1).view(torch.uint8),
             group=plan.group,
         )
-    order = np.concatenate([plan.data.local_indices(rank) for rank in range(plan.sp_size)])
-    back = torch.from_numpy(np.argsort(order)[: plan.length]).to(local.device)
-    return torch.cat(shards, dim=1).index_select(1, back)
+    whole = torch.cat(shards, dim=1)
+    windows = []
+    for index in range(plan.batch_size):
+        ranks = range(plan.sp_size)
+        order = np.concatenate([plan.data.local_indices(rank, index) for rank in ranks])
+        back = torch.from_numpy(np.argsort(order)[: plan.length]).to(local.device)
+        windows.append(whole[index].index_select(0, back))
+    return torch.stack(windows)
 
 
 def _pad(values: np.ndarray, length: int, fill: int, name: str) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Ulysses: the ranks of a team swap tokens for heads before attention, and back after it.
 
 DeepSpeed-Ulysses (arXiv 2309.14509). Before: every rank holds its own tokens of all heads. After:
-the tokens of all U ranks, in token order, for Hq / U query heads and the key/value heads those
+the tokens of all U ranks for Hq / U query heads and the key/value heads those
 read. Queries, keys and values of one destination travel in one message.
 
 With Hkv < U each key/value head goes to U / Hkv ranks; backward sums its gradients over them.
@@ -108,7 +108,7 @@ def _swap(parts: list[torch.Tensor], plan: Plan) -> list[torch.Tensor]:
 
 
 def _in_token_order(rows: torch.Tensor, plan: Plan) -> torch.Tensor:
-    """Rows listed member by member -> window by window in token order."""
+    """Rows listed member by member -> window by window in the order of the team."""
     order = plan.team_order(rows.device)
     return rows if order is None else rows.index_select(0, order)
 

@@ -96,11 +96,11 @@ def locate_windows(plans: Sequence[Plan], mesh: Mesh, control: Control) -> list[
     """All windows of the global batch and which rank holds which of their tokens; collective."""
     mine = []
     for plan in plans:
-        held = plan.data.local_indices(plan.sp_rank)
+        held = [plan.data.local_indices(plan.sp_rank, w) for w in range(plan.batch_size)]
         mine.append(
             (
                 list(plan.windows) if mesh.sp_rank == 0 else None,
-                [held[held < window.num_tokens] for window in plan.windows],
+                [h[h < window.num_tokens] for h, window in zip(held, plan.windows, strict=True)],
             )
         )
     everyone = control.gather(mine)
@@ -134,7 +134,8 @@ def stream_logits(
         if control.rank not in (0, source):
             continue
         if control.rank == source:
-            held = plans[located.micro_batch].data.local_indices(plans[located.micro_batch].sp_rank)
+            plan = plans[located.micro_batch]
+            held = plan.data.local_indices(plan.sp_rank, located.row)
             rows = torch.from_numpy(np.flatnonzero(held < located.window.num_tokens))
             hidden = live.hidden[located.micro_batch][located.row]
         for start in range(0, len(tokens), step):

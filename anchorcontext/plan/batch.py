@@ -11,11 +11,13 @@ import numpy as np
 from ..errors import UserError
 from ..window import Window
 from .anchors import plan_anchors
+from .cost import CostModel
 from .gather import gather_steps
 from .heads import heads_per_rank
-from .layout import check_layout, layout_runs, local_indices, merge_ranks, padded_length
+from .layout import layout_runs, padded_length, resolve_layout
 from .pieces import Pieces, make_pieces, needed
 from .ring import ring_steps
+from .runs import local_indices, split_runs
 from .steps import RankPlan
 
 ROW_EXCHANGES = {"ring": ring_steps, "gather": gather_steps}
@@ -36,10 +38,11 @@ class BatchPlan:
         windows: the micro-batch, one or more windows. Shorter ones are padded on the right to the
             length of the longest, and all of them to what the layout divides.
         sp_size: P, the ranks that share a window.
-        layout: ``"contiguous"``, ``"zigzag"`` or ``"auto"``.
+        layout: ``"contiguous"``, ``"zigzag"``, ``"balanced"`` or ``"auto"``.
         exchange: ``"ring"``, ``"gather"``, ``"ulysses"`` (U = P), ``"hybrid"`` (U as given, ring
             among the teams) or ``"auto"``.
         ulysses: U; also with ``"ring"`` and ``"gather"``, the exchange among the teams.
+        cost: what ``balanced`` minimises; the same on all ranks.
 
     Raises:
         UserError: no windows, an unknown layout or exchange, or a U that does not divide P.
@@ -52,6 +55,7 @@ class BatchPlan:
         layout: str = "auto",
         exchange: str = "auto",
         ulysses: int = 1,
+        cost: CostModel | None = None,
     ) -> None:
         if not windows:
             raise UserError("windows is empty: a micro-batch holds at least one window")
@@ -59,20 +63,29 @@ class BatchPlan:
             raise UserError(f"sp_size = {sp_size}: at least one rank holds the window")
         self.windows = tuple(windows)
         self.sp_size = sp_size
-        self.layout = "zigzag" if layout == "auto" else layout
-        check_layout(self.layout)
         self.exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size)
         self.num_teams = sp_size // self.ulysses
         self.length = max(window.num_tokens for window in windows)
-        self.padded_length = padded_length(self.length, self.layout, sp_size)
-        self.runs = layout_runs(self.layout, self.padded_length, sp_size)
-        self.team_runs = merge_ranks(self.runs, self.ulysses)
+        self.layouts = tuple(resolve_layout(layout, window) for window in self.windows)
+        self.padded_length = max(
+            padded_length(self.length, name, sp_size, self.num_teams) for name in self.layouts
+        )
+        self.team_runs = tuple(
+            layout_runs(name, window, self.padded_length, self.num_teams, cost)
+            for name, window in zip(self.layouts, self.windows, strict=True)
+        )
+        self.runs = tuple(split_runs(runs, self.ulysses) for runs in self.team_runs)
         self._ranks: dict[int, RankPlan] = {}
 
     @property
     def batch_size(self) -> int:
         """B, the number of windows."""
         return len(self.windows)
+
+    @property
+    def layout(self) -> str:
+        """The layout of the windows; of each kind, where their modes differ."""
+        return "+".join(sorted(set(self.layouts)))
 
     @property
     def local_length(self) -> int:
@@ -89,9 +102,9 @@ class BatchPlan:
         """bool (P / U, n): which team needs which foreign piece."""
         return needed(self.pieces, self.num_teams)
 
-    def local_indices(self, rank: int) -> np.ndarray:
-        """int64 (S,): the tokens of each padded window that ``rank`` holds, in row order."""
-        return local_indices(self.runs, rank)
+    def local_indices(self, rank: int, window: int) -> np.ndarray:
+        """int64 (S,): the tokens of a padded window that ``rank`` holds, in row order."""
+        return local_indices(self.runs[window], rank)
 
     def rank(self, rank: int) -> RankPlan:
         """What ``rank`` does as a member of its team."""

@@ -1,20 +1,27 @@
 """Layouts: which tokens of a window each rank of the SP group holds.
 
-A layout is a list of *runs*, int64 (n, 3) with columns ``start, stop, rank``: the rank holds tokens
-``start .. stop-1`` of the padded window. Runs are listed rank by rank, in the order of the rank's
-local rows, and every rank holds the same number of tokens.
+``contiguous`` and ``zigzag`` look at the window's length alone; ``balanced`` at its documents
+(:mod:`.balanced`). All of them give runs (:mod:`.runs`) in which every rank holds the same number
+of tokens.
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+import logging
 
 import numpy as np
 
 from ..errors import UserError
+from ..window import Window
+from .balanced import balanced
+from .cost import CostModel
+from .runs import join_runs
 
-RUN_COLUMNS = ("start", "stop", "rank")
+LAYOUTS = ("contiguous", "zigzag", "balanced")
+
+_logger = logging.getLogger(__name__)
+_told: set[str] = set()
 
 
 def contiguous(padded_length: int, sp_size: int) -> np.ndarray:
@@ -32,57 +39,56 @@ def zigzag(padded_length: int, sp_size: int) -> np.ndarray:
     ranks = np.repeat(np.arange(sp_size), 2)
     chunks = np.stack([np.arange(sp_size), 2 * sp_size - 1 - np.arange(sp_size)], axis=1).ravel()
     runs = np.stack([chunks * chunk, (chunks + 1) * chunk, ranks], axis=1).astype(np.int64)
-    return _join(runs)
+    return join_runs(runs)
 
 
-LAYOUTS: dict[str, Callable[[int, int], np.ndarray]] = {
-    "contiguous": contiguous,
-    "zigzag": zigzag,
-}
+def resolve_layout(layout: str, window: Window) -> str:
+    """The layout that a window gets under the name a user gave.
 
-_CHUNKS_PER_RANK = {"contiguous": 1, "zigzag": 2}
+    ``auto`` is ``balanced``; and where every token sees all before it, ``balanced`` is ``zigzag``,
+    which then divides the work evenly and moves what any even layout must. Logged once.
 
-
-def check_layout(layout: str) -> None:
-    """Raises UserError when there is no layout of that name."""
-    if layout not in LAYOUTS:
+    Raises:
+        UserError: there is no layout of that name.
+    """
+    if layout != "auto" and layout not in LAYOUTS:
         near = difflib.get_close_matches(layout, LAYOUTS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"layout {layout!r}: must be one of {', '.join(LAYOUTS)}{hint}")
+        raise UserError(f"layout {layout!r}: must be one of auto, {', '.join(LAYOUTS)}{hint}")
+    if layout not in ("auto", "balanced"):
+        return layout
+    mode = window.mode
+    if not mode.same_document:
+        _tell(f"layout {layout}: zigzag in mode {mode.name}, where every token sees all before it")
+        return "zigzag"
+    if layout == "auto":
+        _tell(f"layout auto: balanced in mode {mode.name}, where tokens see their own document")
+    return "balanced"
 
 
-def padded_length(length: int, layout: str, sp_size: int) -> int:
-    """The smallest length >= ``length`` that the layout can divide among ``sp_size`` ranks."""
-    check_layout(layout)
-    multiple = sp_size * (_CHUNKS_PER_RANK[layout] if sp_size > 1 else 1)
+def padded_length(length: int, layout: str, sp_size: int, num_teams: int | None = None) -> int:
+    """The smallest length >= ``length`` that the layout can divide among ``sp_size`` ranks.
+
+    ``num_teams``: of ranks that swap heads and attend as one; default: every rank by itself.
+    """
+    teams = sp_size if num_teams is None else num_teams
+    multiple = sp_size * (2 if layout == "zigzag" and teams > 1 else 1)
     return -(-length // multiple) * multiple
 
 
-def layout_runs(layout: str, padded_length: int, sp_size: int) -> np.ndarray:
-    """The layout's runs, int64 (n, 3), for a window of ``padded_length`` tokens."""
-    check_layout(layout)
-    return LAYOUTS[layout](padded_length, sp_size)
+def layout_runs(
+    layout: str, window: Window, padded_length: int, sp_size: int, cost: CostModel | None = None
+) -> np.ndarray:
+    """A resolved layout's runs, int64 (n, 3), for a window padded to ``padded_length`` tokens."""
+    if layout == "contiguous":
+        return contiguous(padded_length, sp_size)
+    if layout == "zigzag":
+        return zigzag(padded_length, sp_size)
+    assert layout == "balanced", layout
+    return balanced(window, padded_length, sp_size, cost or CostModel())
 
 
-def merge_ranks(runs: np.ndarray, size: int) -> np.ndarray:
-    """The runs of teams of ``size`` neighbouring ranks, each team's in token order."""
-    if size == 1:
-        return runs
-    team = runs[:, 2] // size
-    order = np.lexsort((runs[:, 0], team))
-    return _join(np.stack([runs[order, 0], runs[order, 1], team[order]], axis=1))
-
-
-def local_indices(runs: np.ndarray, rank: int) -> np.ndarray:
-    """The tokens that ``rank`` holds, int64 (S,), in the order of its local rows."""
-    mine = runs[runs[:, 2] == rank]
-    parts = [np.arange(start, stop, dtype=np.int64) for start, stop, _ in mine]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
-
-
-def _join(runs: np.ndarray) -> np.ndarray:
-    """Join neighbouring runs of one rank that touch (zigzag's middle chunks do)."""
-    touch = (runs[1:, 2] == runs[:-1, 2]) & (runs[1:, 0] == runs[:-1, 1])
-    first = np.r_[True, ~touch]
-    last = np.r_[~touch, True]
-    return np.stack([runs[first, 0], runs[last, 1], runs[first, 2]], axis=1)
+def _tell(message: str) -> None:
+    if message not in _told:
+        _told.add(message)
+        _logger.info(message)

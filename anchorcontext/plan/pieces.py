@@ -15,6 +15,7 @@ import numpy as np
 
 from ..modes import PADDING, attention_groups
 from ..window import Window
+from .runs import first_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,25 +46,27 @@ class Pieces:
         return self.stop - self.start
 
 
-def make_pieces(windows: Sequence[Window], runs: np.ndarray, padded_length: int) -> Pieces:
-    """Cut the windows of a micro-batch, laid out by ``runs``, into pieces."""
-    sp_size = int(runs[:, 2].max()) + 1
-    local_length = padded_length // sp_size
-    run_row = _first_rows(runs)
-    order = np.argsort(runs[:, 0], kind="stable")
+def make_pieces(
+    windows: Sequence[Window], runs: Sequence[np.ndarray], padded_length: int
+) -> Pieces:
+    """Cut the windows of a micro-batch, window w laid out by ``runs[w]``, into pieces."""
+    local_length = padded_length // (int(runs[0][:, 2].max()) + 1)
     columns: list[np.ndarray] = []
     num_groups = 0
     for index, window in enumerate(windows):
-        edges = np.union1d(window.cu_seqlens, runs[:, 0])
+        order = np.argsort(runs[index][:, 0])
+        run_start, _, run_owner = runs[index][order].T
+        run_row = first_rows(runs[index])[order]
+        edges = np.union1d(window.cu_seqlens, run_start)
         edges = edges[edges <= window.num_tokens]
         start, stop = edges[:-1], edges[1:]
-        run = order[np.searchsorted(runs[order, 0], start, side="right") - 1]
+        run = np.searchsorted(run_start, start, side="right") - 1
         segment = np.searchsorted(window.cu_seqlens, start, side="right") - 1
         docs = attention_groups(window.mode, window.segment_docs[segment])
         assert (docs != PADDING).all(), "windows hold no padding; the layout adds it behind them"
         _, group = np.unique(docs, return_inverse=True)
         offset = index * padded_length
-        row = run_row[run] + (start - runs[run, 0]) + index * local_length
+        row = run_row[run] + (start - run_start[run]) + index * local_length
         columns.append(
             np.stack(
                 [
@@ -71,7 +74,7 @@ def make_pieces(windows: Sequence[Window], runs: np.ndarray, padded_length: int)
                     stop + offset,
                     np.full(len(start), index),
                     group + num_groups,
-                    runs[run, 2],
+                    run_owner[run],
                     row,
                 ]
             )
@@ -92,15 +95,6 @@ def needed(pieces: Pieces, sp_size: int) -> np.ndarray:
     np.maximum.at(last, (pieces.owner, pieces.group), pieces.start)
     later = last[:, pieces.group] > pieces.start[None, :]
     return later & (pieces.owner[None, :] != np.arange(sp_size)[:, None])
-
-
-def _first_rows(runs: np.ndarray) -> np.ndarray:
-    """The first local row of each run on its rank."""
-    lengths = runs[:, 1] - runs[:, 0]
-    before = np.cumsum(lengths) - lengths
-    first_of_rank = np.r_[True, runs[1:, 2] != runs[:-1, 2]]
-    base = np.maximum.accumulate(np.where(first_of_rank, before, 0))
-    return before - base
 
 
 def _join_touching(table: np.ndarray) -> np.ndarray:

@@ -115,7 +115,7 @@ def _draw_mask(axes: Axes, mode: Mode, doc_ids: np.ndarray) -> None:
 def _draw_ranks(axes: Axes, inspection: Inspection) -> None:
     """Strips beside the mask: the rank that holds each query and each key, with the boundaries."""
     plan, length = inspection.plan, inspection.window.num_tokens
-    runs = plan.runs[np.argsort(plan.runs[:, 0])]
+    runs = plan.runs[0][np.argsort(plan.runs[0][:, 0])]
     queries = axes.inset_axes((-0.045, 0, 0.03, 1))
     keys = axes.inset_axes((0, 1.015, 1, 0.03))
     for start, stop, rank in runs.tolist():

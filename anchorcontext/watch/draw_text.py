@@ -89,6 +89,6 @@ def _span(values: np.ndarray) -> str:
 def _owner_of_tokens(inspection: Inspection) -> np.ndarray:
     """int64 (L,): the rank that holds each token."""
     owner = np.empty(inspection.plan.padded_length, dtype=np.int64)
-    for start, stop, rank in inspection.plan.runs.tolist():
+    for start, stop, rank in inspection.plan.runs[0].tolist():
         owner[start:stop] = rank
     return owner[: inspection.window.num_tokens]

@@ -198,7 +198,7 @@ def _rank_row(
     plan: BatchPlan, rank: int, mean_pairs: float, traffic: np.ndarray, model: ModelTraffic | None
 ) -> RankRow:
     mine = plan.rank(rank)
-    holds = [(start, stop) for start, stop, owner in plan.runs.tolist() if owner == rank]
+    holds = [(start, stop) for start, stop, owner in plan.runs[0].tolist() if owner == rank]
     tokens = sum(max(0, min(stop, plan.length) - start) for start, stop in holds)
     bytes_sent = None
     if model is not None:

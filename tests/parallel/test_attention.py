@@ -63,8 +63,8 @@ def check_attention(rank, world, cases, heads, engine, ulysses=1):
         if mode == "anchor":
             for x in whole[1:3]:
                 x[:, :, 0] *= 5  # an anchor that matters: a wrong count shows
-        rows = torch.from_numpy(plan.data.local_indices(rank))
-        q, k, v, dout = (x[:, :, rows].clone() for x in whole)
+        rows = [torch.from_numpy(plan.data.local_indices(rank, b)) for b in range(len(windows))]
+        q, k, v, dout = (torch.stack([x[b][:, held] for b, held in enumerate(rows)]) for x in whole)
         for x in (q, k, v):
             x.requires_grad_()
         out = distributed_attention(q, k, v, plan, scale=scale)
@@ -139,4 +139,15 @@ def test_ulysses_swaps_heads_and_sums_replicated_key_heads(world, heads):
 def test_hybrid_swaps_heads_in_a_team_and_rows_between_teams(world, ulysses):
     batches = SINGLE[::3] + BATCHES[:1]
     both = cases(batches, ["hybrid", "gather"])
+    run_distributed(check_attention, world, both, (4, 2), "cpu", ulysses)
+
+
+@pytest.mark.parametrize(("world", "ulysses"), [(2, 1), (3, 1), (4, 1), (4, 2)])
+def test_balanced_gives_each_window_runs_of_its_own(world, ulysses):
+    both = [
+        (batch, mode, "balanced", exchange)
+        for batch in SINGLE[::3] + BATCHES
+        for mode in ("intra_doc", "anchor")
+        for exchange in (EXCHANGES if ulysses == 1 else ("hybrid",))
+    ]
     run_distributed(check_attention, world, both, (4, 2), "cpu", ulysses)

@@ -32,7 +32,7 @@ def check_shards(rank, world, layout):
     return True
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_shards_hold_the_whole_windows_ids_positions_and_labels(world, layout):
     """Hazards 1, 14, 26: nothing is renumbered or shifted inside a shard."""
@@ -84,7 +84,7 @@ def check_groups(rank, world, group_ranks):
     plan = make_plan(window, groups[mine])
     alone = make_plan(window, None)
     whole = torch.randn(3, 1, 4, plan.padded_length, 8, dtype=torch.float64)
-    rows = torch.from_numpy(plan.data.local_indices(plan.sp_rank))
+    rows = torch.from_numpy(plan.data.local_indices(plan.sp_rank, 0))
     out = unshard(distributed_attention(*whole[:, :, :, rows].clone(), plan).transpose(1, 2), plan)
     expected = distributed_attention(*whole[:, :, :, : window.num_tokens].clone(), alone)
     torch.testing.assert_close(out.transpose(1, 2), expected, rtol=0, atol=1e-12)
@@ -124,7 +124,7 @@ def check_precision(rank, world):
     plan = make_plan(window, dist.group.WORLD)
     torch.manual_seed(0)
     whole = torch.randn(4, 1, 4, plan.padded_length, 16).bfloat16()
-    rows = torch.from_numpy(plan.data.local_indices(rank))
+    rows = torch.from_numpy(plan.data.local_indices(rank, 0))
     q, k, v, dout = (x[:, :, rows].clone().requires_grad_() for x in whole)
     out = distributed_attention(q, k, v, plan)
     out.backward(dout.detach())

@@ -9,13 +9,14 @@ from hypothesis import strategies as st
 
 from anchorcontext.errors import UserError
 from anchorcontext.plan import BatchPlan
-from anchorcontext.plan.layout import layout_runs, local_indices, padded_length
+from anchorcontext.plan.layout import layout_runs, padded_length
 from anchorcontext.plan.ring import ring_rows
+from anchorcontext.plan.runs import local_indices
 from anchorcontext.testing.oracle import dense_mask
 from anchorcontext.window import Window
 
 MODES = ("full", "intra_doc", "intra_doc_reset", "anchor")
-LAYOUTS = ("contiguous", "zigzag")
+LAYOUTS = ("contiguous", "zigzag", "balanced")
 
 
 def window_of(lengths, mode):
@@ -30,8 +31,8 @@ def flat(rows):
 
 def tokens_of_rows(plan, rank):
     """Token (in micro-batch coordinates) of each local row."""
-    tokens = plan.local_indices(rank)
-    return np.concatenate([tokens + w * plan.padded_length for w in range(plan.batch_size)])
+    windows = range(plan.batch_size)
+    return np.concatenate([plan.local_indices(rank, w) + w * plan.padded_length for w in windows])
 
 
 def simulate(plan):
@@ -119,7 +120,7 @@ def test_needed_rows_are_the_minimum(lengths, mode, layout, sp_size):
     window = plan.windows[0]
     groups = np.zeros(window.num_tokens) if mode == "full" else window.doc_ids
     for rank in range(sp_size):
-        own = set(plan.local_indices(rank).tolist())
+        own = set(plan.local_indices(rank, 0).tolist())
         minimum = 0
         for group in np.unique(groups):
             tokens = np.flatnonzero(groups == group)
@@ -169,7 +170,7 @@ def test_a_layout_gives_every_token_to_one_rank(layout, sp_size):
     for length in (1, 5, 30, 64):
         padded = padded_length(length, layout, sp_size)
         assert length <= padded < length + 2 * sp_size
-        runs = layout_runs(layout, padded, sp_size)
+        runs = layout_runs(layout, window_of([length], "intra_doc"), padded, sp_size)
         shards = [local_indices(runs, rank) for rank in range(sp_size)]
         assert {len(shard) for shard in shards} == {padded // sp_size}
         assert sorted(np.concatenate(shards).tolist()) == list(range(padded))

@@ -1,0 +1,118 @@
+"""The cost model: modelled seconds of one training step of one layer, rank by rank.
+
+A rank's time is::
+
+    linear work + attention work + exposed travel
+    exposed = travel - min(hideable * travel, attention work)
+    travel  = rows * bytes_per_row / bytes_per_second + messages * seconds_per_message
+
+``rows`` is the larger of the key rows a rank receives and sends in one forward (links are full
+duplex), ``messages`` likewise the ranks it exchanges rows with. The step takes as long as its
+slowest rank. The anchor's row costs the same under every layout and is left out.
+
+Modelled, not measured: matrix products and attention run at one rate; travel hides behind attention
+alone, and never entirely (the copies of a collective occupy a part of the device).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What a layer costs on one device; the defaults are a layer of an 8B model on an H100.
+
+    Hidden size 4096, intermediate size 14336, 32 query and 8 key/value heads of 128 dimensions,
+    bf16 with fp32 gradients, no recomputation: :meth:`from_shapes` of these gives the defaults.
+    """
+
+    flops_per_token: float = 1_308_622_848.0
+    """Matrix products of one token, forward and backward."""
+    flops_per_pair: float = 57_344.0
+    """Attention of one visible (query, key) pair over all heads, forward and backward."""
+    bytes_per_row: float = 16_384.0
+    """Keys and values of one row forward, again in backward, and their gradients back."""
+    messages_per_peer: float = 3.0
+    """Messages to one rank in a step: forward, backward, gradients."""
+    flops_per_second: float = 400e12
+    """40 % of an H100's dense bf16 peak: what training reaches."""
+    bytes_per_second: float = 50e9
+    """Of one device's link, each way: 400 Gb/s InfiniBand. An H100's NVLink has 450e9."""
+    seconds_per_message: float = 2e-6
+    """What a message costs beyond its bytes, several being posted together."""
+    hideable: float = 0.9
+    """The share of travel that can hide behind attention."""
+
+    @classmethod
+    def from_shapes(
+        cls,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        forwards: int = 1,
+        element_size: int = 2,
+        gradient_size: int = 4,
+        flops_per_second: float = flops_per_second,
+        bytes_per_second: float = bytes_per_second,
+        seconds_per_message: float = seconds_per_message,
+    ) -> CostModel:
+        """The costs of a decoder layer with a gated MLP.
+
+        A matrix product costs 2 FLOPs a parameter and token forward and twice that backward;
+        attention 4 D a pair and query head forward (two products) and 2.5 times that backward
+        (five, one of them recomputed).
+
+        Args:
+            forwards: forward passes a step; 2 with gradient checkpointing.
+            element_size: bytes of an element of keys and values.
+            gradient_size: bytes of an element of the key gradients that travel back.
+        """
+        attention = hidden_size * head_dim * (2 * num_heads + 2 * num_kv_heads)
+        parameters = attention + 3 * hidden_size * intermediate_size
+        keys = 2 * num_kv_heads * head_dim
+        return cls(
+            flops_per_token=2.0 * parameters * (forwards + 2),
+            flops_per_pair=4.0 * num_heads * head_dim * (forwards + 2.5),
+            bytes_per_row=float(keys * (element_size * (forwards + 1) + gradient_size)),
+            messages_per_peer=forwards + 2.0,
+            flops_per_second=flops_per_second,
+            bytes_per_second=bytes_per_second,
+            seconds_per_message=seconds_per_message,
+        )
+
+    @property
+    def seconds_per_token(self) -> float:
+        """Linear work of one token."""
+        return self.flops_per_token / self.flops_per_second
+
+    @property
+    def seconds_per_pair(self) -> float:
+        """Attention work of one visible pair."""
+        return self.flops_per_pair / self.flops_per_second
+
+    def travel_seconds(self, rows: np.ndarray | float, peers: np.ndarray | float) -> np.ndarray:
+        """Time on the link of ``rows`` key rows exchanged with ``peers`` ranks."""
+        bytes_moved = np.asarray(rows) * self.bytes_per_row
+        messages = np.asarray(peers) * self.messages_per_peer
+        return bytes_moved / self.bytes_per_second + messages * self.seconds_per_message
+
+    def rank_seconds(
+        self, tokens: int, pairs: np.ndarray, rows: np.ndarray, peers: np.ndarray
+    ) -> np.ndarray:
+        """Modelled seconds of each rank, float64 (P,).
+
+        Args:
+            tokens: rows a rank holds, padding included.
+            pairs, rows, peers: (P,) visible pairs computed; key rows exchanged; ranks exchanged
+                with.
+        """
+        attention = np.asarray(pairs) * self.seconds_per_pair
+        travel = self.travel_seconds(rows, peers)
+        exposed = travel - np.minimum(self.hideable * travel, attention)
+        return tokens * self.seconds_per_token + attention + exposed
