@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -114,7 +115,8 @@ def _read(path: str) -> PreTrainedConfig:
 
 
 def _fresh(section: ModelSection, vocab_size: int | None) -> PreTrainedConfig:
-    keys = dict(section.scratch or {})
+    # A deep copy: transformers fills in the dictionaries it is given.
+    keys = copy.deepcopy(dict(section.scratch or {}))
     model_type = keys.pop("model_type", None)
     if model_type is None:
         raise UserError("model.scratch has no model_type; set it, to llama for instance")

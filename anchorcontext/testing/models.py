@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ OF_TYPE: dict[str, dict[str, Any]] = {
 
 def tiny_config(model_type: str = "llama", **changes: Any) -> PreTrainedConfig:
     """The config of a tiny model: vocabulary 128, hidden 64, 2 layers, 4 query and 2 key heads."""
-    return AutoConfig.for_model(model_type, **{**TINY, **OF_TYPE[model_type], **changes})
+    # A copy: transformers keeps the dictionaries it is given, and tests edit them.
+    keys = copy.deepcopy({**TINY, **OF_TYPE[model_type], **changes})
+    return AutoConfig.for_model(model_type, **keys)
 
 
 def tiny_model(

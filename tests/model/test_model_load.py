@@ -47,6 +47,16 @@ def test_a_model_from_scratch_is_the_same_for_the_same_seed():
     assert first[0].config._attn_implementation == "anchorcontext"
 
 
+def test_building_leaves_the_config_of_the_run_alone():
+    """transformers writes into nested dictionaries; the run's config is saved and hashed."""
+    scratch = {**SCRATCH, "rope_parameters": {"rope_theta": 5e5}}
+    values = section(scratch=scratch, rope={"theta": 1e6})
+    before = values.model_dump_json()
+    config = build_config(values, window_tokens=64)
+    assert config.rope_parameters["rope_theta"] == 1e6
+    assert values.model_dump_json() == before
+
+
 def test_a_bf16_model_from_scratch_is_the_fp32_one_rounded():
     fp32, bf16 = (
         build_model(section(scratch=SCRATCH, dtype=dtype), window_tokens=64, vocab_size=128)

@@ -48,7 +48,7 @@ def by_hand(theta, dim=16):
 @pytest.mark.parametrize("override", OVERRIDES)
 @pytest.mark.parametrize("base", BASES)
 def test_hazard_27_an_override_really_changes_the_live_table(base, override, tmp_path):
-    config = LlamaConfig(**SHAPE, **BASES[base])
+    config = LlamaConfig(**SHAPE, **copy.deepcopy(BASES[base]))
     before = inv_freq_of(config)
     configure_rope(config, **OVERRIDES[override], max_position_embeddings=16384)
     model = AutoModelForCausalLM.from_config(config)
@@ -66,7 +66,7 @@ def test_hazard_27_an_override_really_changes_the_live_table(base, override, tmp
 
 
 def test_the_tables_by_hand():
-    config = LlamaConfig(**SHAPE, **BASES["old"])
+    config = LlamaConfig(**SHAPE, **copy.deepcopy(BASES["old"]))
     assert np.allclose(inv_freq_of(config), by_hand(5e5), rtol=1e-6)
     linear = copy.deepcopy(config)
     configure_rope(linear, rope_type="linear", factor=4)
@@ -81,7 +81,7 @@ def test_the_tables_by_hand():
 
 def test_scaling_starts_from_the_length_the_model_was_trained_at():
     """transformers would take the new max_position_embeddings for the original length."""
-    config = LlamaConfig(**SHAPE, **BASES["new"])
+    config = LlamaConfig(**SHAPE, **copy.deepcopy(BASES["new"]))
     configure_rope(config, rope_type="yarn", factor=4, max_position_embeddings=16384)
     assert config.rope_parameters["original_max_position_embeddings"] == 4096
 
@@ -110,7 +110,7 @@ def test_the_scaling_of_a_checkpoint_stays_when_only_its_base_changes():
     ],
 )
 def test_settings_without_effect_or_meaning_are_refused(settings, named):
-    config = LlamaConfig(**SHAPE, **BASES["new"])
+    config = LlamaConfig(**SHAPE, **copy.deepcopy(BASES["new"]))
     with pytest.raises(UserError, match=named):
         configure_rope(config, **settings)
 
@@ -141,6 +141,7 @@ def test_a_config_edited_after_the_model_was_built_is_noticed():
     model = tiny_llama()
     verify_rope(model)
     model.config.rope_parameters["rope_theta"] = 5e5
+    assert tiny_llama().config.rope_parameters["rope_theta"] == 1e4
     with pytest.raises(UserError, match="built before the config was set"):
         verify_rope(model)
 

@@ -6,8 +6,12 @@ from anchorcontext.testing import run_distributed
 
 # DeepSpeed imports the second one while it builds its first engine.
 PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-CASES = [
-    (stage, tied, dtype) for stage in (1, 3) for tied in (False, True) for dtype in ("fp32", "bf16")
+CASES = [  # ZeRO stage, tied head, dtype
+    (1, False, "bf16"),
+    (1, True, "fp32"),
+    (3, False, "fp32"),
+    (3, True, "fp32"),
+    (3, True, "bf16"),
 ]
 
 
