@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,7 +140,7 @@ def _model_traffic(config: Config) -> ModelTraffic | None:
 
     try:
         if config.model.scratch is not None:
-            hf = AutoConfig.for_model(**config.model.scratch)
+            hf = AutoConfig.for_model(**deepcopy(config.model.scratch))
         else:
             hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
     except (OSError, ValueError, TypeError) as error:
