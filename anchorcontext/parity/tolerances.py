@@ -1,4 +1,21 @@
-"""How far the distributed run may be from a single device: every number, and why it is that one."""
+"""How far the distributed run may be from a single device: every number, and why it is that one.
+
+Measured on SmolLM2-135M (30 layers, largest logit 45, 1,024 and 2,048 tokens of real documents) and
+on a random model of 2 layers, sp = 2:
+
+====================================  =======  =======
+largest difference from one device    fp32     bf16
+====================================  =======  =======
+logit / largest logit                 2.1e-6   3.5e-2
+logits, relative norm                 8e-7     1.2e-2
+loss, relative                        3e-8     9e-4
+a parameter's gradient, relative      1.3e-5   9e-2
+norm of all gradients, relative       2e-7     6e-3
+====================================  =======  =======
+
+A key, target or anchor too many or too few moves some logit or some gradient by 4e-3 (one target of
+65,536) and more. In fp32 the limits lie well between; in bf16 they cannot, hence ``multiple``.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +32,29 @@ class Tolerances:
     differ by roundings that a model of many layers amplifies by an amount no table can know. Where
     an fp32 run of the same weights is at hand, the distributed run may therefore be at most
     ``multiple`` times as far from it as the single-device bf16 run is; the fixed limits serve where
-    there is none.
+    there is none, and for the loss.
     """
 
     logits: float
     """Largest |a - b| allowed, times the reference's largest logit where that exceeds 1."""
+    logits_relative: float
+    """|a - b| / |b| over all logits."""
     loss: float
     """|a - b| / |b| of the loss."""
     gradient: float
-    """Relative limit of every entry, of every parameter's norm and of the global norm."""
+    """Relative limit of every entry and of every parameter's norm."""
     gradient_absolute: float
     """Absolute limit of every entry, times the parameter's largest entry where that exceeds 1; also
     the fraction of the norm of all gradients together by which a parameter's norm may be off."""
+    gradient_norm: float
+    """| |a| - |b| | / |b| of all gradients together."""
+    entries: bool = True
+    """Judge gradients entry by entry, too. Not in bf16: an entry that is a small sum of large terms
+    is off by any factor."""
     multiple: float | None = None
     """Allowed error against fp32 in multiples of the single device's own error."""
     floor: float = 0.0
-    """With ``multiple``: relative error always allowed, where the single device is nearly exact."""
+    """With ``multiple``: relative error always allowed."""
     given: frozenset[str] = frozenset()
     """The quantities whose limits the user gave; ``multiple`` does not apply to them."""
 
@@ -39,11 +63,41 @@ class Tolerances:
         return None if quantity in self.given else self.multiple
 
 
-# NUMBERS-TO-BE-MEASURED
-_FP64 = Tolerances(logits=1e-10, loss=1e-10, gradient=1e-9, gradient_absolute=1e-11)
-_FP32 = Tolerances(logits=1e-5, loss=1e-5, gradient=1e-4, gradient_absolute=1e-6)
+# fp64 has 29 bits more than fp32.
+_FP64 = Tolerances(
+    logits=1e-12,
+    logits_relative=1e-12,
+    loss=1e-12,
+    gradient=1e-11,
+    gradient_absolute=1e-13,
+    gradient_norm=1e-11,
+)
+
+# What the project promises (PARITY): on the tiny model, whose logits stay below 1, exactly these.
+_FP32 = Tolerances(
+    logits=1e-5,
+    logits_relative=1e-5,
+    loss=1e-5,
+    gradient=1e-4,
+    gradient_absolute=1e-6,
+    gradient_norm=1e-4,
+)
+
+# multiple: distributed and single-device errors against fp32 are draws of one distribution. Their
+# ratio was 0.6 to 1.2 for logits and up to 2.0 for the gradient of a vector parameter. A gradient
+# that is scaled, lost or not reduced has an error of its own size: 10 to 100 times the rounding.
+# floor: half a unit in the last place of bf16, for what the single device computes exactly.
+# The fixed limits are about three times what was measured.
 _BF16 = Tolerances(
-    logits=0.05, loss=2e-3, gradient=0.1, gradient_absolute=1e-3, multiple=2.0, floor=2.0**-8
+    logits=0.1,
+    logits_relative=0.04,
+    loss=5e-3,
+    gradient=0.3,
+    gradient_absolute=3e-3,
+    gradient_norm=0.02,
+    entries=False,
+    multiple=3.0,
+    floor=2.0**-9,
 )
 
 TOLERANCES = {torch.float64: _FP64, torch.float32: _FP32, torch.bfloat16: _BF16}
@@ -58,12 +112,24 @@ def tolerances_for(
 ) -> Tolerances:
     """The limits of ``dtype``; numbers given here (``parity.logits``, ...) replace them.
 
-    A ``gradient`` limit keeps the table's proportion between its relative and its absolute part.
+    What hangs together moves together, in the table's proportion: ``logits_relative`` with
+    ``logits``, ``gradient_absolute`` and ``gradient_norm`` with ``gradient``.
     """
     limits = TOLERANCES[dtype]
     given = {"logits": logits, "loss": loss, "gradient": gradient}
-    changes = {name: value for name, value in given.items() if value is not None}
-    if gradient is not None:
-        proportion = limits.gradient_absolute / limits.gradient
-        changes["gradient_absolute"] = gradient * proportion
-    return replace(limits, given=frozenset(changes), **changes)
+    factors = {
+        name: value / getattr(limits, name) for name, value in given.items() if value is not None
+    }
+    changes = {
+        follower: getattr(limits, follower) * factor
+        for name, factor in factors.items()
+        for follower in _TOGETHER[name]
+    }
+    return replace(limits, given=frozenset(factors), **changes)
+
+
+_TOGETHER = {
+    "logits": ("logits", "logits_relative"),
+    "loss": ("loss",),
+    "gradient": ("gradient", "gradient_absolute", "gradient_norm"),
+}
