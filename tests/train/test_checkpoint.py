@@ -15,8 +15,6 @@ from anchorcontext.train.consolidate import gather_state_dict, load_consolidated
 from anchorcontext.train.loop import Trainer
 from anchorcontext.train.resume import check_resumable
 
-PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
-
 
 def train_and_save(rank, world_size, configs):
     """One step and a checkpoint for each config; the live weights and logits of a fixed input."""
@@ -53,7 +51,7 @@ def test_every_zero_stage_gives_whole_weights(tiny):
         for stage in range(4)
         for dtype, tied in [("fp32", False), ("bf16", True)]
     }
-    live = run_distributed(train_and_save, 2, configs, preload=PRELOAD, group_timeout=60.0)[0]
+    live = run_distributed(train_and_save, 2, configs, group_timeout=60.0)[0]
     reference = {}
     for (stage, dtype, tied), (path, weights) in live.items():
         whole = load_consolidated_state_dict(path)
@@ -75,7 +73,7 @@ def test_every_zero_stage_gives_whole_weights(tiny):
 
 def test_the_consolidated_weights_are_the_live_model(tiny, tmp_path):
     config = tiny(train={"zero_stage": 3})
-    path, weights = run_distributed(train_and_save, 1, {0: config}, preload=PRELOAD)[0][0]
+    path, weights = run_distributed(train_and_save, 1, {0: config})[0][0]
     model_config = transformers.AutoConfig.for_model(**config.model.scratch, vocab_size=128)
     ids = torch.arange(20)[None]
     logits = []
@@ -110,7 +108,7 @@ def latest(rank, world_size, config, records):
 
 def test_torn_checkpoints_are_ignored_and_named(tiny):
     config = tiny(checkpoint={"keep": 3})
-    paths = run_distributed(several_saves, 1, config, preload=PRELOAD)[0]
+    paths = run_distributed(several_saves, 1, config)[0]
     folder = paths[0].parent
     assert [p.name for p in sorted(folder.iterdir())] == [p.name for p in paths[1:]], "keep 3"
     assert [c.step for c in find_checkpoints(folder)[0]] == [2, 3, 4]
@@ -123,7 +121,7 @@ def test_torn_checkpoints_are_ignored_and_named(tiny):
     complete, reasons = find_checkpoints(folder)
     assert [c.step for c in complete] == [2]
     assert len(reasons) == 3
-    step, messages = run_distributed(latest, 1, config, None, preload=PRELOAD)[0]
+    step, messages = run_distributed(latest, 1, config, None)[0]
     assert step == 2
     text = "\n".join(messages)
     for part in ("trainer.json has 2 bytes", f"{states.name} is missing", "step-000009.tmp"):
@@ -139,12 +137,12 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
 
 
 def test_another_layout_is_refused_by_name(tiny):
-    path = run_distributed(several_saves, 1, tiny(), preload=PRELOAD)[0][-1]
+    path = run_distributed(several_saves, 1, tiny())[0][-1]
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["layout"] |= {"world_size": 8, "sp": 4}
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(RuntimeError, match=r"world_size 8 -> 1, sp 4 -> 1"):
-        run_distributed(latest, 1, tiny(), None, preload=PRELOAD)
+        run_distributed(latest, 1, tiny(), None)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def outcomes(rank, world_size):
 
 
 def test_an_error_of_one_rank_is_raised_on_all():
-    first, second, third = run_distributed(outcomes, 3, preload=("deepspeed",))
+    first, second, third = run_distributed(outcomes, 3)
     for raised, total, from_first, gathered in (first, second, third):
         assert raised[0] is None
         assert raised[1] == ("UserError", "rank 1: bad key")

@@ -15,7 +15,6 @@ from anchorcontext.train.job import build_loader, open_dataset
 from anchorcontext.train.step import count_targets, plan_micro_batches, train_step
 from anchorcontext.watch.metrics import StepMeter
 
-PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -75,7 +74,7 @@ def test_optimizer_offload_passes_through_and_computes_the_same(tiny):
         for stage in (2, 3)
         for options in ({}, offload)
     ]
-    weights = run_distributed(one_step, 2, configs, preload=PRELOAD)[0]
+    weights = run_distributed(one_step, 2, configs)[0]
     # Adam's first step is lr * g / (|g| + eps): rounding shows where g is as small as eps.
     for other in weights[1:]:
         for name, weight in weights[0].items():
@@ -93,5 +92,5 @@ def refused(rank, world_size, config):
 
 def test_an_option_deepspeed_does_not_know_is_refused_before_training(tiny):
     config = tiny(deepspeed={"zero_optimization": {"reduce_bucket_sise": 1000}})
-    (message,) = run_distributed(refused, 1, config, preload=PRELOAD)
+    (message,) = run_distributed(refused, 1, config)
     assert "reduce_bucket_sise" in message and "deepspeed section" in message

@@ -29,7 +29,6 @@ from anchorcontext.train.step import (
 )
 from anchorcontext.watch.metrics import StepMeter, gather_steps
 
-PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 VOCAB, WINDOWS, STEPS = 128, 8, 3
 
 
@@ -155,9 +154,7 @@ def distributed_run(rank, world_size, sp, micro, clip):
 )
 def test_equal_to_one_stock_process_on_every_zero_stage(dp, sp, micro, clip):
     expected, weights = stock_run(clip)
-    results = run_distributed(
-        distributed_run, dp * sp, sp, micro, clip, preload=PRELOAD, group_timeout=60.0
-    )[0]
+    results = run_distributed(distributed_run, dp * sp, sp, micro, clip, group_timeout=60.0)[0]
     for steps, gradients, final in results.values():
         for (loss, norm, count), (true_loss, true_norm, true_count, _) in zip(
             steps, expected, strict=True
@@ -196,7 +193,7 @@ def accumulation(rank, world_size):
 
 
 def test_accumulation_does_not_change_the_step():
-    one_by_one, together = run_distributed(accumulation, 1, preload=PRELOAD)[0]
+    one_by_one, together = run_distributed(accumulation, 1)[0]
     for name, weight in one_by_one.items():
         torch.testing.assert_close(together[name], weight, rtol=0, atol=1e-7)
 
@@ -249,7 +246,7 @@ def poison(module, arguments, output):
 
 
 def test_steps_without_targets_and_with_nan_leave_everything_as_it_was():
-    for found in run_distributed(odd_steps, 2, preload=PRELOAD, group_timeout=60.0):
+    for found in run_distributed(odd_steps, 2, group_timeout=60.0):
         for one_rank, tokens, nothing, broken, same, same_rate in found.values():
             assert one_rank.num_targets == 3 and sorted(tokens) == [0, 3]
             assert one_rank.skip_reason is None and 0 < one_rank.grad_norm < 100

@@ -23,7 +23,6 @@ from anchorcontext.train.job import build_loader, open_dataset
 from anchorcontext.train.loop import Trainer, train
 from anchorcontext.watch.jsonl import read_metrics
 
-PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
 STEPS = 6
 
 
@@ -87,23 +86,23 @@ def assert_same_run(config, reference):
 
 def test_kills_in_a_step_and_in_a_save_change_nothing_under_zero_3(tiny):
     reference, config = long_run(tiny, "reference", 3), long_run(tiny, "killed", 3)
-    run_distributed(undisturbed, 2, reference, preload=PRELOAD)
+    run_distributed(undisturbed, 2, reference)
     losses = [r["loss"] for r in read_metrics(run_dir(reference) / "metrics.jsonl")[0]]
     assert losses[-1] < losses[0] - 0.1 and len(set(losses)) == STEPS
 
     # The parent hears of the kill, or of rank 0's broken connection, whichever comes first.
     with pytest.raises(RuntimeError, match=r"of 2 (failed|ended)"):
-        run_distributed(killed_in_backward, 2, config, 3, preload=PRELOAD)
+        run_distributed(killed_in_backward, 2, config, 3)
     folder = run_dir(config) / "checkpoints"
     assert [c.step for c in find_checkpoints(folder)[0]] == [2]
 
     with pytest.raises(RuntimeError, match=r"of 2 (failed|ended)"):
-        run_distributed(killed_while_saving, 2, config, 4, preload=PRELOAD)
+        run_distributed(killed_while_saving, 2, config, 4)
     complete, torn = find_checkpoints(folder)
     assert [c.step for c in complete] == [2], "the last good one survives"
     assert len(torn) == 1 and "step-000004.tmp" in torn[0]
 
-    run_distributed(undisturbed, 2, config, preload=PRELOAD)
+    run_distributed(undisturbed, 2, config)
     assert_same_run(config, reference)
     assert sorted(p.name for p in folder.iterdir()) == ["step-000004", "step-000006"]
 
@@ -150,7 +149,7 @@ def test_torchrun_killed_or_failing_ends_at_once_and_resumes_bit_for_bit(tiny, t
     script, path = tmp_path / "disturbed.py", tmp_path / "config.yaml"
     script.write_text(SCRIPT)
     save_config(config, path)
-    run_distributed(undisturbed, 2, reference, preload=PRELOAD)
+    run_distributed(undisturbed, 2, reference)
 
     status, seconds, output = torchrun(script, "raise", path)
     assert status != 0 and "the disk of rank 1 is gone" in output
@@ -182,7 +181,7 @@ def numbered_windows(rank, world_size, config):
 
 def test_sp_ranks_share_windows_and_an_epoch_holds_each_once(tiny):
     config = tiny(parallel={"sp": 2})
-    ranks = run_distributed(numbered_windows, 4, config, preload=PRELOAD)
+    ranks = run_distributed(numbered_windows, 4, config)
     groups = {}
     for dp_rank, seen in ranks:
         assert groups.setdefault(dp_rank, seen) == seen
@@ -199,7 +198,7 @@ def dry(rank, world_size, config):
 
 def test_a_dry_run_plans_one_window_and_writes_nothing(tiny):
     config = tiny(parallel={"sp": 2})
-    first, second = run_distributed(dry, 2, config, preload=PRELOAD)
+    first, second = run_distributed(dry, 2, config)
     assert first == second
     assert (first.dp, first.sp, first.accumulation, first.resumes_at) == (1, 2, 4, 0)
     assert first.window_tokens == 24 and first.tokens_per_rank == 12
@@ -211,7 +210,7 @@ def test_a_dry_run_plans_one_window_and_writes_nothing(tiny):
             | {"sliding_window": 8}
         }
     )
-    (message,) = run_distributed(dry, 1, sliding, preload=PRELOAD)
+    (message,) = run_distributed(dry, 1, sliding)
     assert "sliding_window" in message
 
 
@@ -237,7 +236,7 @@ def bad_token(rank, world_size, config):
 
 
 def test_a_bad_token_on_one_rank_stops_all_before_any_collective(tiny):
-    messages = run_distributed(bad_token, 2, tiny(parallel={"sp": 2}), preload=PRELOAD)
+    messages = run_distributed(bad_token, 2, tiny(parallel={"sp": 2}))
     assert messages[0] == messages[1]
     assert "rank 1: window" in messages[0] and "token id 4242" in messages[0]
 
@@ -256,7 +255,7 @@ def diverge(rank, world_size, config):
 
 def test_nan_stops_every_rank_with_the_windows_named(tiny):
     config = tiny(train={"zero_stage": 1}, parallel={"sp": 2}, checkpoint={"every": 1})
-    first, second = run_distributed(diverge, 2, config, preload=PRELOAD)
+    first, second = run_distributed(diverge, 2, config)
     assert first == second
     name, message = first
     assert name == "DivergedError"
