@@ -11,16 +11,15 @@ import pytest
 from anchorcontext.testing import run_distributed
 
 MODES = ("full", "intra_doc", "intra_doc_reset", "anchor")
+LAYOUTS = ("contiguous", "zigzag", "balanced")
+EXCHANGES = ("ring", "gather")
 # Hazards 10, 11, 12, 16 and 18.
 DOCUMENTS = (
     (7, 13, 5, 23, 16),
-    (8, 8, 8, 8),
     (7, 1, 17, 7),
     (1,) * 12,
     (9, 8, 8, 12, 8, 12),
-    (30,),
     (5,),
-    (1,),
 )
 
 
@@ -103,19 +102,21 @@ def check_parity(rank, world, model_options, cases):
     for batch, mode, layout, exchange, ulysses in cases:
         windows = [make_window(lengths, mode, seed) for seed, lengths in enumerate(batch)]
         found = distributed_run(model, windows, layout, exchange, ulysses)
-        expected = stock_run(model, windows)
-        assert_parity(found, expected, (world, batch, mode, layout, exchange, ulysses))
+        if rank == 0:  # every rank holds the whole result
+            expected = stock_run(model, windows)
+            assert_parity(found, expected, (world, batch, mode, layout, exchange, ulysses))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_llama_equals_stock_transformers_in_every_mode_layout_and_exchange(world):
     cases = [
-        ((lengths,), mode, layout, exchange, 1)
+        ((lengths,), mode, layout, "ring", 1)
         for lengths in DOCUMENTS
         for mode in MODES
-        for layout, exchange in (("contiguous", "ring"), ("zigzag", "ring"), ("zigzag", "gather"))
+        for layout in (LAYOUTS if world > 1 else LAYOUTS[:1])
     ]
-    cases += [(((7, 13, 5), (30,), (1, 2)), mode, "zigzag", "ring", 1) for mode in MODES]
+    batch = ((7, 13, 5), (30,), (1, 2))
+    cases += [(batch, mode, "zigzag", exchange, 1) for mode in MODES for exchange in EXCHANGES]
     run_distributed(check_parity, world, {"model_type": "llama"}, cases)
 
 
@@ -152,7 +153,6 @@ def test_ulysses_and_hybrid():
 
 def probe(rank, world, mode, layout):
     """Logits after changing every token of one document; hazards 9 and 16."""
-    import torch
     import torch.distributed as dist
 
     from anchorcontext import Window, enable, make_plan, shard, unshard
@@ -172,37 +172,37 @@ def probe(rank, world, mode, layout):
         out = model(local.input_ids, position_ids=local.position_ids, plan=plan).logits
         return unshard(out, plan)[0]
 
-    for checkpointing in (False, True):
-        for training in (True, False):
-            before = logits(window, checkpointing, training)
-            for document in range(4):
-                ids = window.input_ids.copy()
-                inside = window.doc_ids == document
-                ids[inside] = (ids[inside] + 17) % 128
-                after = logits(Window(ids, window.cu_seqlens, mode), checkpointing, training)
-                same = torch.tensor(
-                    [bool((before[t] == after[t]).all()) for t in range(len(before))]
-                )
-                moved[checkpointing, training, document] = [
-                    not bool(same[torch.from_numpy(window.doc_ids == d)].all()) for d in range(4)
-                ]
+    for checkpointing, training in ((False, True), (True, True), (False, False)):
+        before = logits(window, checkpointing, training)
+        for document in range(4):
+            ids = window.input_ids.copy()
+            inside = window.doc_ids == document
+            ids[inside] = (ids[inside] + 17) % 128
+            after = logits(Window(ids, window.cu_seqlens, mode), checkpointing, training)
+            changed = (before != after).any(dim=1).numpy()
+            moved[checkpointing, training, document] = [
+                bool(changed[window.doc_ids == d].any()) for d in range(4)
+            ]
     return moved
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-@pytest.mark.parametrize("world", [1, 2])
+def probe_modes(rank, world, layout):
+    return {mode: probe(rank, world, mode, layout) for mode in MODES}
+
+
+@pytest.mark.parametrize(("world", "layout"), [(1, "contiguous"), (2, "contiguous"), (2, "zigzag")])
 def test_changing_a_document_moves_only_those_that_see_it_bit_for_bit(world, layout):
-    """Document 0 is the anchor: it moves all of them in mode anchor, and only then itself alone."""
-    for mode in MODES:
-        for moved in run_distributed(probe, world, mode, layout):
-            for (_, _, document), found in moved.items():
+    """Document 0 is the anchor: in mode anchor it moves all of them, elsewhere itself alone."""
+    for found in run_distributed(probe_modes, world, layout):
+        for mode, moved in found.items():
+            for (_, _, document), changed in moved.items():
                 if mode == "full":
                     expected = [d >= document for d in range(4)]
                 elif mode == "anchor" and document == 0:
                     expected = [True] * 4
                 else:
                     expected = [d == document for d in range(4)]
-                assert found == expected, (mode, document, moved)
+                assert changed == expected, (mode, document, moved)
 
 
 def check_no_targets(rank, world):
