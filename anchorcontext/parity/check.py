@@ -162,7 +162,7 @@ class _Job:
             )
         with preserved_rng(engine.device):
             plans = plan_micro_batches(micro_batches, self.mesh, self.config.attention, control)
-            located = locate_windows(plans, self.mesh, control)
+            located = locate_windows(micro_batches, plans, self.mesh, control)
             scale = engine.world_size / num_targets if self.gradients else None
             try:
                 live = run_live(engine, plans, control, scale)
@@ -170,6 +170,8 @@ class _Job:
             finally:
                 if self.gradients:
                     discard_gradients(engine)
+        if control.rank != 0:
+            return Comparison(name, num_windows=0, num_tokens=0)
         return self._judge(name, located, live, num_targets, found)
 
     def _against(

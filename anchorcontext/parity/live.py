@@ -92,28 +92,38 @@ def _forward(engine: DeepSpeedEngine, plan: Plan, meter: StepMeter) -> None:
     meter.add_micro_batch(loss_sum=loss, loss_tokens=targets, tokens=0)
 
 
-def locate_windows(plans: Sequence[Plan], mesh: Mesh, control: Control) -> list[WindowShard]:
-    """All windows of the global batch and which rank holds which of their tokens; collective."""
-    mine = []
-    for plan in plans:
-        held = [plan.data.local_indices(plan.sp_rank, w) for w in range(plan.batch_size)]
-        mine.append(
-            (
-                list(plan.windows) if mesh.sp_rank == 0 else None,
-                [h[h < window.num_tokens] for h, window in zip(held, plan.windows, strict=True)],
-            )
+def locate_windows(
+    micro_batches: Sequence[Sequence[Window]], plans: Sequence[Plan], mesh: Mesh, control: Control
+) -> list[WindowShard]:
+    """All windows of the global batch and which rank holds which of their tokens; collective.
+
+    The windows are those that were to be computed, whatever the plans made of them.
+    """
+    mine = [
+        (
+            list(windows) if mesh.sp_rank == 0 else None,
+            [_held(plan, row, window)[1] for row, window in enumerate(windows)],
         )
+        for windows, plan in zip(micro_batches, plans, strict=True)
+    ]
     everyone = control.gather(mine)
     located: list[WindowShard] = []
     for micro_batch in range(len(plans)):
         for first in range(0, mesh.world_size, mesh.sp):
-            windows = everyone[first][micro_batch][0]
-            for row, window in enumerate(windows):
+            for row, window in enumerate(everyone[first][micro_batch][0]):
                 ranks = range(first, first + mesh.sp)
                 tokens = {rank: everyone[rank][micro_batch][1][row] for rank in ranks}
-                _check_cover(window, tokens)
+                held = np.sort(np.concatenate(list(tokens.values())))
+                assert np.array_equal(held, np.arange(window.num_tokens)), "each token on one rank"
                 located.append(WindowShard(len(located), window, micro_batch, row, tokens))
     return located
+
+
+def _held(plan: Plan, row: int, window: Window) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's rows of a window that are no padding, and the tokens they are."""
+    tokens = plan.data.local_indices(plan.sp_rank, row)
+    rows = np.flatnonzero(tokens < window.num_tokens)
+    return rows, tokens[rows]
 
 
 def stream_logits(
@@ -134,9 +144,8 @@ def stream_logits(
         if control.rank not in (0, source):
             continue
         if control.rank == source:
-            plan = plans[located.micro_batch]
-            held = plan.data.local_indices(plan.sp_rank, located.row)
-            rows = torch.from_numpy(np.flatnonzero(held < located.window.num_tokens))
+            held, _ = _held(plans[located.micro_batch], located.row, located.window)
+            rows = torch.from_numpy(held)
             hidden = live.hidden[located.micro_batch][located.row]
         for start in range(0, len(tokens), step):
             places = torch.from_numpy(tokens[start : start + step])
@@ -193,8 +202,3 @@ def preserved_rng(device: torch.device) -> Iterator[None]:
         finally:
             random.setstate(states[0])
             np.random.set_state(states[1])
-
-
-def _check_cover(window: Window, tokens: dict[int, np.ndarray]) -> None:
-    held = np.sort(np.concatenate(list(tokens.values())))
-    assert np.array_equal(held, np.arange(window.num_tokens)), "every token is held by one rank"
