@@ -3,40 +3,49 @@
 A token's attention costs its position in its document, so a stretch of a document has a *density*:
 work per token. A document of n tokens has density (n + 1) / 2, and so has every *share* of it that
 takes equally many tokens from its front and its back, whatever is left between them: zigzag inside
-the document, with shares of any size. Three stages, longest documents first:
+the document, with shares of any size. Four stages, longest documents first:
 
-1. **Deal.** With the other documents at their mean density sigma, a rank of S tokens whose work may
-   reach ``cap`` has room for an *excess* of ``cap - S * sigma``; t tokens of a document of density
-   delta take ``t * (delta - sigma)`` of it. Documents whose excess is more than a rank's are
-   *long*: they are dealt in shares to neighbouring ranks, each filled up to its excess.
-2. **Place.** Every other document goes whole to the rank with the largest excess left that has
-   room for its tokens. Where none has, the emptiest rank is filled with a part of it, from its
-   front or its back, whichever is nearer the density that rank still needs; the rest waits its
-   turn.
+1. **Deal.** With the other documents at their mean density sigma, a rank of S tokens that does
+   the mean work has room for an *excess* of ``mean work - S * sigma``; t tokens of a document of
+   density delta take ``t * (delta - sigma)`` of it. Documents whose excess is more than a rank's
+   are *long* and are dealt to neighbouring ranks, in one of the ``WAYS``.
+2. **Place.** Every other document goes whole to the rank that should finish first among those
+   with room for its tokens. Where none has, one of the emptiest ranks is filled with a part of it
+   and the rest waits its turn.
 3. **Pour.** The many shortest documents and the padding fill what is left, in token order.
+4. **Level.** A share of t tokens may take more from the back (more work) or from the front; the
+   long documents' shares are shifted so that their ranks end with equal work.
 
-How far ``cap`` lies above the mean work trades balance for fewer cuts and less travel. A few values
-are tried and the modelled step time (:mod:`.cost`) decides. Everything is integers and IEEE double
-arithmetic in a fixed order: equal inputs give equal layouts on every rank.
+The ways to deal trade balance for travel; each is tried and the modelled step time (:mod:`.cost`)
+decides. Everything is integers and IEEE double arithmetic in a fixed order: equal inputs give equal
+layouts on every rank.
 """
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
 from ..window import Window
 from .cost import CostModel
 from .runs import join_runs
+from .traffic import least_seconds, rank_loads
 
-SLACKS = (0.0, 0.01, 0.03)
-"""Tried shares of the step time by which a rank's work may exceed the mean."""
+WAYS = (("own", 1.0), ("chunks", 1.0), ("own", 0.25), ("fill", 0.25))
+"""How long documents are dealt, and the share of a rank's rows from which dense ones count as long.
+
+``own``: in equal shares to ranks that hold no other long document. ``fill``: each rank takes up to
+its excess and the next document goes on where one ended; evener, more travel. ``chunks``: documents
+longer than a rank fill whole ranks with consecutive tokens from their end, their head is placed
+like a short document; least travel."""
 MOST_PLACED = 512
 """Documents placed one by one; shorter ones are poured."""
-BLOCK = 128
-"""Cuts inside a long document lie on multiples of this where the shares allow it."""
+GOOD = 1.005
+"""No other way is tried when the modelled time is this close to its lower bound."""
 
 
 @dataclass
@@ -78,15 +87,20 @@ def balance_documents(
 
     Columns of :class:`Cuts`; what the documents leave free is document n, the padding.
     """
+    least = least_seconds(lengths, local_length, sp_size, cost)
     best, best_seconds = None, np.inf
-    for slack in SLACKS:
-        dealer = _Dealer(lengths, local_length, sp_size, cost, slack)
-        if best is not None and dealer.num_long == 0:
-            break  # without long documents the cap decides nothing
-        cuts = dealer.deal()
+    tried = set()
+    for way, wide in WAYS:
+        dealer = _Dealer(lengths, local_length, sp_size, cost, least, wide)
+        if (way, dealer.num_long) in tried:
+            continue
+        tried.add((way, dealer.num_long))
+        cuts = dealer.deal(way)
         seconds = modelled_seconds(cuts, len(lengths), local_length, sp_size, cost).max()
         if seconds < best_seconds:
             best, best_seconds = cuts, seconds
+        if seconds < GOOD * least:
+            break
     assert best is not None
     return best
 
@@ -96,38 +110,7 @@ def modelled_seconds(
 ) -> np.ndarray:
     """Modelled seconds of every rank, float64 (P,), of documents cut as ``cuts`` (4, m)."""
     document, start, stop, rank = cuts[:, cuts[0] < num_documents]
-    pairs, rows, peers = traffic(document, start, stop, rank, sp_size)
-    return cost.rank_seconds(local_length, pairs, rows, peers)
-
-
-def traffic(
-    document: np.ndarray, start: np.ndarray, stop: np.ndarray, rank: np.ndarray, sp_size: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Per rank, each (P,): pairs, key rows (larger of received and sent), peers (likewise).
-
-    Every rank receives each row it needs once from its owner, as ``gather`` does: the minimum.
-    """
-    size = stop - start
-    pairs = np.bincount(rank, weights=size * (start + stop + 1) / 2, minlength=sp_size)
-    # Only documents on several ranks move rows.
-    low = np.full(int(document.max(initial=0)) + 1, sp_size)
-    high = np.full(len(low), -1)
-    np.minimum.at(low, document, rank)
-    np.maximum.at(high, document, rank)
-    shared = low[document] < high[document]
-    document, start, rank, size = document[shared], start[shared], rank[shared], size[shared]
-    _, document = np.unique(document, return_inverse=True)
-    last = np.full((sp_size, int(document.max(initial=-1)) + 1), -1, dtype=np.int64)
-    np.maximum.at(last, (rank, document), start)
-    need = last[:, document] > start
-    need[rank, np.arange(len(rank))] = False
-    received = need @ size
-    sent = np.bincount(rank, weights=need.sum(axis=0) * size, minlength=sp_size)
-    owner = np.zeros((len(rank), sp_size), dtype=np.float32)
-    owner[np.arange(len(rank)), rank] = 1
-    linked = need.astype(np.float32) @ owner > 0
-    peers = np.maximum(linked.sum(axis=0), linked.sum(axis=1))
-    return pairs, np.maximum(received, sent), peers
+    return cost.rank_seconds(local_length, *rank_loads(document, start, stop, rank, sp_size))
 
 
 class _Dealer:
@@ -139,104 +122,215 @@ class _Dealer:
         local_length: int,
         sp_size: int,
         cost: CostModel,
-        slack: float,
+        least: float,
+        wide: float,
     ) -> None:
         self.order = np.argsort(-lengths, kind="stable")
         self.lengths, self.padding = lengths, sp_size * local_length - int(lengths.sum())
+        self.hideable = cost.hideable
+        self.pairs_per_row = float(cost.travel_seconds(1, 0)) / cost.seconds_per_pair
+        self.aim = (least - local_length * cost.seconds_per_token) / cost.seconds_per_pair
         n = lengths[self.order].astype(np.float64)
         work = n * (n + 1) / 2
         mean = float(work.sum()) / sp_size
-        linear = local_length * cost.seconds_per_token / cost.seconds_per_pair
-        cap = mean + slack * (mean + linear)
         # Of the documents from each one on, padding included: tokens, work, density.
         self.rest_tokens = np.cumsum(np.r_[self.padding, n[::-1]])[::-1]
         self.rest_work = np.cumsum(np.r_[0.0, work[::-1]])[::-1]
         sigma = self.rest_work / np.maximum(self.rest_tokens, 1)
         density = (n + 1) / 2
-        room = cap - local_length * sigma[:-1]
+        room = mean - local_length * sigma[:-1]
         long = (n * (density - sigma[:-1]) > room) | (
             (n > local_length) & (density > mean / local_length)
         )
+        long |= (n > wide * local_length) & (density > mean / local_length)
         self.num_long = int(np.argmin(long)) if not long.all() else len(n)
         self.sigma = float(sigma[self.num_long])
+        self.room = mean - local_length * self.sigma
+        self.local_length, self.sp_size = local_length, sp_size
         self.free = np.full(sp_size, local_length, dtype=np.int64)
-        self.work = np.full(sp_size, cap)
+        self.work = np.zeros(sp_size)
+        self.received, self.sent = np.zeros(sp_size), np.zeros(sp_size)
+        # Kept for speed, in pairs: travel, and work with the part of travel that never hides.
+        self.travel, self.shown = np.zeros(sp_size), np.zeros(sp_size)
+        self.shares: list[tuple[int, int, int]] = []
         self.cuts = Cuts()
 
-    def deal(self) -> np.ndarray:
-        """Run the three stages; int64 (4, m) as in :class:`Cuts`."""
-        self._deal_long()
-        placed = min(len(self.order), self.num_long + MOST_PLACED)
-        self._place(self.order[self.num_long : placed])
-        self._pour(np.sort(self.order[placed:]))
+    def deal(self, way: str) -> np.ndarray:
+        """Run the stages; int64 (4, m) as in :class:`Cuts`."""
+        heads: list[tuple[int, int]] = []
+        if way == "chunks":
+            long = self.order[: int((self.lengths > self.local_length).sum())].tolist()
+            heads = self._deal_chunks(long)
+        else:
+            long = self.order[: self.num_long].tolist()
+            shares = None if way == "fill" else self._own_ranks()
+            self.shares = self._fill_ranks(long) if shares is None else shares
+            self._count_shares()
+        placed = self.order[len(long) : len(long) + MOST_PLACED].tolist()
+        self._place(heads + [(document, int(self.lengths[document])) for document in placed])
+        self._pour(np.sort(self.order[len(long) + MOST_PLACED :]))
+        self._level()
         return self.cuts.array()
 
-    def _deal_long(self) -> None:
-        free, work = self.free.tolist(), self.work.tolist()
-        rank, last_rank = 0, len(free) - 1
-        least = 0.02 * (work[0] - free[0] * self.sigma)
-        for document in self.order[: self.num_long].tolist():
-            start, stop = 0, int(self.lengths[document])
-            density = (stop + 1) / 2
-            while start < stop:
-                excess = work[rank] - free[rank] * self.sigma
-                while rank < last_rank and (excess <= least or not free[rank]):
+    def _fill_ranks(self, long: list[int]) -> list[tuple[int, int, int]]:
+        """Shares (document, rank, tokens): rank after rank filled to its excess."""
+        shares = []
+        free, room = [self.local_length] * self.sp_size, [self.room] * self.sp_size
+        rank, last_rank, least = 0, self.sp_size - 1, 0.02 * self.room
+        for document in long:
+            left = int(self.lengths[document])
+            excess = max((left + 1) / 2 - self.sigma, 1e-9)
+            while left:
+                while rank < last_rank and (room[rank] <= least or not free[rank]):
                     rank += 1
-                    excess = work[rank] - free[rank] * self.sigma
-                if not free[rank]:
-                    break
-                share = min(stop - start, free[rank])
-                if density > self.sigma and rank < last_rank:
-                    share = min(share, max(1, round(excess / (density - self.sigma))))
-                if stop - start - share < BLOCK and stop - start <= free[rank]:
-                    share = stop - start
-                front, back = _front_and_back(start, stop, share, free[rank])
-                self.cuts.add(document, start, front, rank)
-                self.cuts.add(document, back, stop, rank)
-                free[rank] -= front - start + stop - back
-                work[rank] -= _pairs(start, front) + _pairs(back, stop)
-                start, stop = front, back
-            if start < stop:
-                # Rounding left the last rank full: the innermost tokens go wherever there is room.
-                for other in sorted(range(len(free)), key=lambda r: -free[r]):
-                    part = min(free[other], stop - start)
-                    self.cuts.add(document, start, start + part, other)
-                    free[other] -= part
-                    work[other] -= _pairs(start, start + part)
-                    start += part
-        self.free = np.array(free, dtype=np.int64)
-        self.work = np.array(work)
+                full = not free[rank]
+                if full:  # rounding: the innermost tokens go wherever there is room
+                    rank = max(range(self.sp_size), key=lambda r: free[r])
+                share = min(left, free[rank])
+                if rank < last_rank and not full:
+                    share = min(share, max(1, round(room[rank] / excess)))
+                shares.append((document, rank, share))
+                free[rank] -= share
+                room[rank] -= share * excess
+                left -= share
+        return shares
 
-    def _place(self, documents: np.ndarray) -> None:
-        free, work = self.free, self.work
-        tokens, pairs = float(self.rest_tokens[self.num_long]), float(self.rest_work[self.num_long])
-        waiting = [(-int(self.lengths[d]), d, 0, int(self.lengths[d])) for d in documents.tolist()]
+    def _count_shares(self) -> None:
+        """Book the shares on their ranks as if each were half front, half back."""
+        count = np.bincount([document for document, _, _ in self.shares], minlength=1)
+        place, before = 0, -1
+        for document, rank, tokens in self.shares:
+            place = place + 1 if document == before else 0
+            before = document
+            length = int(self.lengths[document])
+            self.free[rank] -= tokens
+            self.work[rank] += tokens * (length + 1) / 2
+            # Share i of k: all others need its front, those dealt before it its back.
+            self.received[rank] += max(length - tokens * (1 + place / 2), 0)
+            self.sent[rank] += tokens * (int(count[document]) - 1 + place) / 2
+            self._book_travel(rank)
+
+    def _own_ranks(self) -> list[tuple[int, int, int]] | None:
+        """Shares (document, rank, tokens): equal ones on ranks that hold one long document each.
+
+        The largest share's excess is as small as the number of ranks allows; None where even
+        the fewest ranks the tokens fit on are too many.
+        """
+        n = self.lengths[self.order[: self.num_long]]
+        excess = n * np.maximum((n + 1) / 2 - self.sigma, 0)
+        fewest = -(-n // self.local_length)
+        if int(fewest.sum()) > self.sp_size or not len(n):
+            return None
+        low, high = self.room / 2, float(excess.max())
+        for _ in range(12):
+            middle = (low + high) / 2
+            fits = np.maximum(fewest, np.ceil(excess / middle)).sum() <= self.sp_size
+            low, high = (low, middle) if fits else (middle, high)
+        count = np.maximum(fewest, np.ceil(excess / high)).astype(np.int64)
+        shares, rank = [], 0
+        for document, tokens, ranks in zip(
+            self.order.tolist(), n.tolist(), count.tolist(), strict=False
+        ):
+            for member in range(ranks):
+                share = tokens * (member + 1) // ranks - tokens * member // ranks
+                shares.append((document, rank + member, share))
+            rank += ranks
+        return shares
+
+    def _deal_chunks(self, long: list[int]) -> list[tuple[int, int]]:
+        """Whole ranks of consecutive tokens from the end of each document.
+
+        Returns what is left of the documents: (document, tokens from its start).
+        """
+        heads, rank = [], 0
+        for document in long:
+            count, head = divmod(int(self.lengths[document]), self.local_length)
+            for chunk in range(count):
+                start = head + chunk * self.local_length
+                self._hold(document, start, start + self.local_length, rank)
+                rank += 1
+            if head:
+                heads.append((document, head))
+        return heads
+
+    def _level(self) -> None:
+        """Write the shares' cuts: the ranks of a document end with equal work where they can."""
+        for document, group in groupby(self.shares, key=itemgetter(0)):
+            start, stop = 0, int(self.lengths[document])
+            shares = [(rank, tokens) for _, rank, tokens in group]
+            for rank, tokens in shares:
+                self.work[rank] -= tokens * (stop + 1) / 2
+            target = (_pairs(0, stop) + sum(self.work[rank] for rank, _ in shares)) / len(shares)
+            for rank, tokens in shares:
+                inside = stop - start - tokens
+                front = tokens
+                if inside:
+                    # Work of x tokens from the front, the others from the back: linear in x.
+                    most = tokens * stop - tokens * (tokens - 1) / 2
+                    wanted = target - self.work[rank]
+                    front = min(max(round((most - wanted) / inside), 0), tokens)
+                back = stop - (tokens - front)
+                self.cuts.add(document, start, start + front, rank)
+                self.cuts.add(document, back, stop, rank)
+                self.work[rank] += _pairs(start, start + front) + _pairs(back, stop)
+                start, stop = start + front, back
+
+    def _place(self, heads: list[tuple[int, int]]) -> None:
+        """Place documents, each given with its tokens from its start that are still to place."""
+        free = self.free
+        tokens = float(sum(size for _, size in heads))
+        pairs = sum(_pairs(0, size) for _, size in heads)
+        waiting = [(-size, document, 0, size) for document, size in heads]
         heapq.heapify(waiting)
         while waiting:
             _, document, start, stop = heapq.heappop(waiting)
             size = stop - start
-            mean = (pairs - _pairs(start, stop)) / max(tokens - size, 1)
-            excess = work - free * mean
-            excess[free < size] = -np.inf
-            rank = int(excess.argmax())
+            sigma = max(pairs - _pairs(start, stop), 0.0) / max(tokens - size, 1)
+            load = self._load(start, stop, sigma)
+            load[free < size] = np.inf
+            rank = int(load.argmin())
+            begin, end = start, stop
             if free[rank] < size:
-                rank = int(free.argmax())
+                most = int(free.max())
+                load = self._load(start, start + most, sigma)
+                load[2 * free < most] = np.inf
+                rank = int(load.argmin())
                 part = int(free[rank])
-                wanted = work[rank] / part
-                if 2 * wanted > start + stop:
-                    begin, end = stop - part, stop
-                    left = (start, begin)
-                else:
-                    begin, end = start, start + part
-                    left = (end, stop)
+                begin, end, left = stop - part, stop, (start, stop - part)
+                if self._load(begin, end, sigma)[rank] > self.aim:
+                    begin, end, left = start, start + part, (start + part, stop)
                 heapq.heappush(waiting, (left[0] - left[1], document, *left))
-            else:
-                begin, end = start, stop
-            self.cuts.add(document, begin, end, rank)
-            done = _pairs(begin, end)
-            free[rank] -= end - begin
-            work[rank] -= done
-            tokens, pairs = tokens - (end - begin), pairs - done
+            self._hold(document, begin, end, rank, sent=end - begin if end < stop else 0)
+            tokens, pairs = tokens - (end - begin), pairs - _pairs(begin, end)
+
+    def _load(self, start: int, stop: int, sigma: float) -> np.ndarray:
+        """Expected attention and exposed travel of each rank if it takes a stretch of a document.
+
+        In pairs, float64 (P,): ``max(attention + never hidden travel, travel)``. What else the rank
+        will hold has density ``sigma`` and needs no travel.
+        """
+        shown, travel = self.shown, self.travel
+        if start:
+            travel = np.maximum(self.received + start, self.sent) * self.pairs_per_row
+            shown = self.work + travel * (1 - self.hideable)
+        load = self.free * sigma
+        load += shown
+        load += _pairs(start, stop) - (stop - start) * sigma
+        return np.maximum(load, travel, out=load)
+
+    def _hold(self, document: int, start: int, stop: int, rank: int, sent: int = 0) -> None:
+        if start < stop:
+            self.cuts.add(document, start, stop, rank)
+            self.free[rank] -= stop - start
+            self.work[rank] += _pairs(start, stop)
+            self.received[rank] += start
+            self.sent[rank] += sent
+            self._book_travel(rank)
+
+    def _book_travel(self, rank: int) -> None:
+        travel = max(self.received[rank], self.sent[rank]) * self.pairs_per_row
+        self.travel[rank] = travel
+        self.shown[rank] = self.work[rank] + travel * (1 - self.hideable)
 
     def _pour(self, documents: np.ndarray) -> None:
         """Fill the free rows of all ranks, rank by rank, with documents and then padding."""
@@ -261,20 +355,6 @@ class _Dealer:
 def _pairs(start: int, stop: int) -> float:
     """Visible pairs of the tokens ``start .. stop-1`` of a document."""
     return (stop - start) * (start + stop + 1) / 2
-
-
-def _front_and_back(start: int, stop: int, share: int, most: int) -> tuple[int, int]:
-    """Where the two halves of a share of ``[start, stop)`` end: near blocks, at most ``most``."""
-    if share == stop - start:
-        return stop, stop
-    front, back = start + share // 2, stop - (share - share // 2)
-    if share < 8 * BLOCK:
-        return front, back
-    near = (front + BLOCK // 2) // BLOCK * BLOCK
-    if share == most:  # equal tokens come first: the back gives what the front takes
-        return near, back + near - front
-    far = (back + BLOCK // 2) // BLOCK * BLOCK
-    return (near, far) if near - start + stop - far <= most else (front, back)
 
 
 def _runs(
