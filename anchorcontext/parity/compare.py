@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-# Elements of a tensor compared at a time: bounds the fp64 temporaries to a few tens of MB.
+# Elements compared at a time. Gradients: bounds the fp64 temporaries to a few tens of MB. Logits: a
+# block stays in the cache, which is five times faster on a CPU.
 CHUNK_ELEMENTS = 1 << 21
+BLOCK_ELEMENTS = 1 << 19
 
 
 @dataclass(frozen=True)
@@ -83,40 +85,47 @@ class LogitsDifference:
                 f"logits {tuple(logits.shape)} of {tuple(tokens.shape)} tokens against "
                 f"{tuple(reference.shape)}: the shapes must be equal"
             )
-        if not logits.numel():
-            return
-        reference = _wide(reference)
-        difference = _wide(logits) - reference
+        rows = max(1, BLOCK_ELEMENTS // max(logits.shape[1], 1))
+        work = _wide(reference[:rows]).clone()
+        for start in range(0, len(tokens), rows):
+            block = slice(start, start + rows)
+            self._add(window, tokens[block], _wide(logits[block]), _wide(reference[block]), work)
+
+    def _add(
+        self,
+        window: int,
+        tokens: torch.Tensor,
+        logits: torch.Tensor,
+        reference: torch.Tensor,
+        work: torch.Tensor,
+    ) -> None:
         self.num_tokens += logits.shape[0]
         self.num_values += logits.numel()
-        self.num_agreeing += int((logits.argmax(-1) == reference.argmax(-1)).sum())
-        row_max, row_at = difference.abs().max(dim=-1)
-        if not bool(torch.isfinite(row_max).all()):
-            self._add_nonfinite(window, tokens, difference)
+        best = reference.argmax(-1, keepdim=True)
+        self.num_agreeing += int((logits.gather(1, best)[:, 0] == logits.amax(-1)).sum())
+        error = torch.sub(logits, reference, out=work[: len(tokens)]).abs_()
+        largest = error.amax(-1)
+        if not bool(torch.isfinite(largest).all()):
+            self._add_nonfinite(window, tokens, error)
             return
-        worst = int(row_max.argmax())
-        if float(row_max[worst]) > self.max_abs or self.where is None:
-            self.max_abs = float(row_max[worst])
-            self.where = Place(window, int(tokens[worst]), int(row_at[worst]))
-        self._add_norms(window, tokens, difference, reference)
+        row = int(largest.argmax())
+        if float(largest[row]) > self.max_abs or self.where is None:
+            self.max_abs = float(largest[row])
+            self.where = Place(window, int(tokens[row]), int(error[row].argmax()))
+        errors = torch.linalg.vector_norm(error, dim=-1).double()
+        norms = torch.linalg.vector_norm(reference, dim=-1).double()
+        relative = errors / norms.clamp_min(torch.finfo(torch.float64).tiny)
+        row = int(relative.argmax())
+        if float(relative[row]) > self.max_token_relative:
+            self.max_token_relative = float(relative[row])
+            self.where_relative = Place(window, int(tokens[row]), -1)
+        self.reference_max = max(self.reference_max, *map(abs, map(float, reference.aminmax())))
+        self.sum_abs += float(error.sum(-1).double().sum())
+        self.sum_squares += float(errors.square().sum())
+        self.reference_squares += float(norms.square().sum())
 
-    def _add_norms(
-        self, window: int, tokens: torch.Tensor, difference: torch.Tensor, reference: torch.Tensor
-    ) -> None:
-        squares = difference.square().sum(-1).double()
-        reference_squares = reference.square().sum(-1).double()
-        relative = (squares / reference_squares.clamp_min(torch.finfo(torch.float64).tiny)).sqrt()
-        worst = int(relative.argmax())
-        if float(relative[worst]) > self.max_token_relative:
-            self.max_token_relative = float(relative[worst])
-            self.where_relative = Place(window, int(tokens[worst]), -1)
-        self.reference_max = max(self.reference_max, float(reference.abs().max()))
-        self.sum_abs += float(difference.abs().sum(-1).double().sum())
-        self.sum_squares += float(squares.sum())
-        self.reference_squares += float(reference_squares.sum())
-
-    def _add_nonfinite(self, window: int, tokens: torch.Tensor, difference: torch.Tensor) -> None:
-        bad = (~torch.isfinite(difference)).nonzero()
+    def _add_nonfinite(self, window: int, tokens: torch.Tensor, error: torch.Tensor) -> None:
+        bad = (~torch.isfinite(error)).nonzero()
         if not self.num_nonfinite:
             row, vocab = bad[0].tolist()
             self.where = self.where_relative = Place(window, int(tokens[row]), vocab)

@@ -35,8 +35,9 @@ def gradient(name: str, value: torch.Tensor | None, reference: torch.Tensor | No
     return compare_tensors(name, value, reference, relative=1e-4, absolute=1e-6)
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 24])
-def test_logits_statistics_do_not_depend_on_the_chunks(chunk):
+@pytest.mark.parametrize(("chunk", "block"), [(1, 1000), (5, 130), (24, 1), (24, 10000)])
+def test_logits_statistics_do_not_depend_on_the_chunks(chunk, block, monkeypatch):
+    monkeypatch.setattr("anchorcontext.parity.compare.BLOCK_ELEMENTS", block)
     logits, reference = logits_pair()
     difference = LogitsDifference()
     for start in range(0, 24, chunk):

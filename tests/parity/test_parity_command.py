@@ -33,17 +33,6 @@ def test_command_under_torchrun(config_file, tmp_path):
     assert single["logits"]["num_tokens"] == 64
 
 
-def test_unprepared_data_is_a_user_error(config_file):
-    done = subprocess.run(
-        [sys.executable, "-m", "anchorcontext", "parity", str(config_file()),
-         "parallel.sp=1", "data.path=/nowhere/windows"],
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "anchorcontext prepare" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
 @pytest.mark.parametrize(
     ("accumulation", "asked", "windows"), [(1, None, 2), (2, None, 4), (8, None, 4), (8, 6, 6)]
 )

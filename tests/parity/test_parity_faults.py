@@ -14,7 +14,7 @@ import pytest
 
 from anchorcontext.testing import run_distributed
 
-EXIT_PAST_TOLERANCE = 1
+EXIT_PAST_TOLERANCE, EXIT_USER_ERROR = 1, 2
 
 
 def gradient_scaled_by_two():
@@ -188,6 +188,9 @@ def run_all(rank, world_size, config, report):
             name = fault.__name__ if fault else None
             found = json.loads(Path(report).read_text()) if rank == 0 else None
             outcomes[name] = end.value.code, found
+        with pytest.raises(SystemExit) as end:
+            main(["parity", config, "data.path=/nowhere/windows"], standalone_mode=False)
+        outcomes["unprepared data"] = end.value.code, None
     return outcomes
 
 
@@ -219,3 +222,7 @@ def test_fault_is_caught_and_named(fault, outcomes):
             assert wrong
         else:
             assert wrong == [gradients]
+
+
+def test_unprepared_data_is_a_user_error(outcomes):
+    assert [outcome["unprepared data"][0] for outcome in outcomes] == [EXIT_USER_ERROR] * 2
