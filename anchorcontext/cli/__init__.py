@@ -15,6 +15,7 @@ import click
 COMMANDS = {
     "prepare": "Turn a corpus into tokenised, packed windows on disk.",
     "inspect": "Show one window: documents, positions, mask, layout, who sends what.",
+    "plan": "Predict memory, traffic and step time before any GPU is held.",
     "train": "Train; resumes by itself. Run it under torchrun, deepspeed or srun.",
     "parity": "Compare the distributed run with a single device; exits 1 past tolerance.",
     "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",

@@ -1,0 +1,34 @@
+"""Before any device is held: memory, work, traffic and time of a configured run, in closed form.
+
+Read in this order: ``shape`` (the model's sizes), ``windows`` (what is planned), ``links`` (bytes
+between ranks), ``memory``, ``time``, ``report``. ``docs/planning.md`` derives every term.
+"""
+
+from .hardware import Hardware, load_hardware, profile_names
+from .memory import MemoryEstimate, StateMemory, activation_memory, estimate_memory, state_memory
+from .report import KINDS, ModeEstimate, PlanEstimate, WorldEstimate, estimate_plan, fit_world
+from .shape import ModelSizes, configured_sizes, model_sizes
+from .windows import MIXES, default_mix, sample_windows
+
+__all__ = [
+    "KINDS",
+    "MIXES",
+    "Hardware",
+    "MemoryEstimate",
+    "ModeEstimate",
+    "ModelSizes",
+    "PlanEstimate",
+    "StateMemory",
+    "WorldEstimate",
+    "activation_memory",
+    "configured_sizes",
+    "default_mix",
+    "estimate_memory",
+    "estimate_plan",
+    "fit_world",
+    "load_hardware",
+    "model_sizes",
+    "profile_names",
+    "sample_windows",
+    "state_memory",
+]

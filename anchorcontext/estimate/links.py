@@ -1,0 +1,125 @@
+"""Which rank sends how many bytes to which, from the plan's pieces; exact.
+
+The same counts as :meth:`anchorcontext.plan.RankPlan.bytes_sent`, for all pairs of ranks at once
+and without writing each rank's steps: a plan of 1,024 ranks takes a second instead of minutes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..plan import BatchPlan
+from ..plan.heads import heads_per_rank
+from ..plan.ring import ring_travels
+from .shape import ModelSizes
+
+
+@dataclass(frozen=True, eq=False)
+class RowTraffic:
+    """Key rows between the ranks of the row exchange (teams, with ulysses), per layer.
+
+    ``forward[i, j]`` int64: rows that i sends to j in one forward, anchors included;
+    ``returns[i, j]``: rows of gradients in one backward. ``messages`` (T,): transfers that a rank
+    takes part in as a sender, in one forward and in the returns of one backward.
+    """
+
+    forward: np.ndarray
+    returns: np.ndarray
+    messages: np.ndarray
+    return_messages: np.ndarray
+    key_rows: np.ndarray
+    """(T,): most foreign rows that a rank holds and receives at one time."""
+    step_rows: np.ndarray
+    """(T,): most foreign rows of one step."""
+
+
+def row_traffic(plan: BatchPlan) -> RowTraffic:
+    """Count the rows of a plan."""
+    pieces, need, teams = plan.pieces, plan.need, plan.num_teams
+    least = _by_owner(need, pieces.size, pieces.owner)
+    forward = np.zeros((teams, teams), dtype=np.int64)
+    if plan.exchange == "ring":
+        arriving = _ring_arrivals(plan)
+        sent = np.roll(arriving.sum(axis=0), -1)
+        forward[np.arange(teams), (np.arange(teams) + 1) % teams] = sent
+        messages = np.roll((arriving > 0).sum(axis=0), -1)
+        following = np.vstack([arriving[1:], np.zeros((1, teams), dtype=np.int64)])
+        key_rows = (arriving + following).max(axis=0)
+        step_rows = arriving.max(axis=0)
+    else:
+        forward += least
+        messages = (least > 0).sum(axis=1)
+        key_rows = step_rows = least.sum(axis=0)
+    anchors = _anchor_rows(plan)
+    return RowTraffic(
+        forward=forward + anchors,
+        returns=least.T + anchors.T,
+        messages=messages + (anchors > 0).sum(axis=1),
+        return_messages=(least.T > 0).sum(axis=1) + (anchors.T > 0).sum(axis=1),
+        key_rows=key_rows,
+        step_rows=step_rows,
+    )
+
+
+def layer_bytes(
+    plan: BatchPlan, rows: RowTraffic, sizes: ModelSizes, element_size: int, forwards: int
+) -> np.ndarray:
+    """int64 (P, P): bytes that rank i sends to rank j in one attention layer of a training step.
+
+    Args:
+        element_size: bytes of an element of queries, keys and values; gradients of keys are fp32.
+        forwards: forward passes a step, 2 with gradient checkpointing.
+    """
+    heads, kv_heads = heads_per_rank(sizes.num_heads, sizes.num_kv_heads, plan.ulysses)
+    row = 2 * kv_heads * sizes.head_dim
+    teams = rows.forward * (row * element_size * (forwards + 1)) + rows.returns * (row * 4)
+    sent = np.kron(teams, np.eye(plan.ulysses, dtype=np.int64))
+    if plan.ulysses > 1:
+        local = plan.batch_size * plan.local_length * (2 * heads + 2 * kv_heads) * sizes.head_dim
+        member = 1 - np.eye(plan.ulysses, dtype=np.int64)
+        swaps = np.kron(np.eye(plan.num_teams, dtype=np.int64), member)
+        sent += swaps * (local * element_size * (forwards + 1))
+    return sent
+
+
+def across_nodes(num_ranks: int, devices_per_node: int, first_rank: int = 0) -> np.ndarray:
+    """bool (P, P): ranks i and j of an SP group that starts at ``first_rank`` are on two nodes."""
+    node = (first_rank + np.arange(num_ranks)) // devices_per_node
+    return node[:, None] != node[None, :]
+
+
+def _ring_arrivals(plan: BatchPlan) -> np.ndarray:
+    """int64 (T, T): rows that reach rank j at step i of the ring."""
+    pieces, teams = plan.pieces, plan.num_teams
+    travels = ring_travels(pieces, plan.need)
+    travels[0] = False
+    step, piece = np.nonzero(travels)
+    place = step * teams + (pieces.owner[piece] + step) % teams
+    counts = np.bincount(place, weights=pieces.size[piece], minlength=teams * teams)
+    return counts.astype(np.int64).reshape(teams, teams)
+
+
+def _by_owner(need: np.ndarray, size: np.ndarray, owner: np.ndarray) -> np.ndarray:
+    """int64 (T, T): rows that owner i has and rank j needs."""
+    teams = len(need)
+    user, piece = np.nonzero(need)
+    place = owner[piece] * teams + user
+    counts = np.bincount(place, weights=size[piece], minlength=teams * teams)
+    return counts.astype(np.int64).reshape(teams, teams)
+
+
+def _anchor_rows(plan: BatchPlan) -> np.ndarray:
+    """int64 (T, T): anchors that i broadcasts to j."""
+    pieces, teams = plan.pieces, plan.num_teams
+    rows = np.zeros((teams, teams), dtype=np.int64)
+    for index, window in enumerate(plan.windows):
+        if not window.mode.anchor:
+            continue
+        mine = np.flatnonzero(pieces.window == index)
+        sees = mine[pieces.group[mine] != pieces.group[mine[0]]]
+        owner = pieces.owner[mine[0]]
+        rows[owner, np.unique(pieces.owner[sees])] += 1
+        rows[owner, owner] = 0
+    return rows

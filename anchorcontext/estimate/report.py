@@ -1,0 +1,346 @@
+"""The estimate of a configured run: memory, work, traffic and time for every mode and world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..errors import UserError
+from ..plan import BatchPlan, check_heads
+from ..watch.flops import attention_flops, linear_flops
+from ..window import Window
+from .hardware import Hardware
+from .memory import MemoryEstimate, activation_memory, estimate_memory, state_memory
+from .shape import ModelSizes
+from .time import (
+    MicroBatch,
+    StateTraffic,
+    forwards_of,
+    optimizer_seconds,
+    plan_micro_batch,
+    state_traffic,
+)
+from .windows import sample_windows
+
+if TYPE_CHECKING:
+    from ..config import Config
+
+MODES = ("full", "intra_doc", "anchor")
+MOST_RANKS = 1024
+SAMPLES = 4
+"""Micro-batches drawn from the mix."""
+HIDEABLE = 0.9
+"""The share of ZeRO-3's traffic that can hide behind compute, as for attention's."""
+
+KINDS = {
+    "parameters": "exact: the model is built without memory",
+    "states": "exact up to padding: what DeepSpeed 0.19 was counted to hold",
+    "activations": "exact for decoder layers with a gated MLP in the tensors that autograd keeps; "
+    "what backward works with on top is modelled",
+    "exchange buffers": "exact row counts of the plan, modelled number of copies",
+    "flops": "exact for the sampled windows",
+    "attention bytes": "exact for the sampled windows: the plan that training executes",
+    "gradient and weight bytes": "modelled: ring collectives",
+    "seconds": "modelled from the hardware profile, nothing is measured",
+}
+
+
+@dataclass(frozen=True)
+class ModeEstimate:
+    """One mode on one world size. Bytes and seconds are of one training step."""
+
+    mode: str
+    layout: str
+    exchange: str
+    pairs_a_window: float
+    density: float
+    """Visible pairs over those of full causal attention."""
+    linear_flops: float
+    """Of the whole step over all ranks; what is recomputed is not counted."""
+    attention_flops: float
+    recomputed_flops: float
+    balance: float
+    """Attention work of the busiest rank over the mean."""
+    sent_inside: float
+    """Attention bytes to ranks of the same node: the rank that sends most, mean of the sample."""
+    sent_across: float
+    """Attention bytes to ranks of other nodes: the rank that sends most, mean of the sample."""
+    sent_mean: float
+    """Attention bytes sent, mean of the ranks."""
+    sent_first: list[int]
+    """Of each rank of one SP group for the first sampled micro-batch; exact."""
+    linear_seconds: float
+    attention_seconds: float
+    exchange_seconds: float
+    """Exposed travel of keys, values and their gradients."""
+    state_seconds: float
+    """Exposed travel of gradients and weights."""
+    optimizer_seconds: float
+    step_seconds: float
+    tokens_per_second: float
+    mfu: float
+    """Model FLOPs over what all devices could do at their peak."""
+    memory: MemoryEstimate
+
+
+@dataclass(frozen=True)
+class WorldEstimate:
+    """One world size."""
+
+    world_size: int
+    dp: int
+    sp: int
+    accumulation: int
+    note: str | None
+    """What was changed of the config to fit this many ranks."""
+    state_traffic: StateTraffic
+    modes: list[ModeEstimate]
+
+
+@dataclass(frozen=True)
+class PlanEstimate:
+    """What ``anchorcontext plan`` found."""
+
+    model: ModelSizes
+    hardware: Hardware
+    mix: str
+    window_tokens: int
+    tokens_a_window: float
+    """Mean of the sample; a prepared window may be shorter than window_tokens."""
+    windows_per_step: int
+    documents_a_window: float
+    worlds: list[WorldEstimate]
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON values; derived figures and the kind of every term included."""
+        found = asdict(self)
+        for world, part in zip(self.worlds, found["worlds"], strict=True):
+            for mode, row in zip(world.modes, part["modes"], strict=True):
+                row["memory"] |= {"peak": mode.memory.peak, "fits": mode.memory.fits}
+        return found | {"kinds": dict(KINDS)}
+
+
+def estimate_plan(
+    config: Config,
+    sizes: ModelSizes,
+    hardware: Hardware,
+    world_sizes: Sequence[int],
+    mix: str,
+    samples: int = SAMPLES,
+) -> PlanEstimate:
+    """Estimate the configured run on each of ``world_sizes``.
+
+    Raises:
+        UserError: a world size that cannot be planned; an unknown mix.
+    """
+    micro = config.train.micro_batch_windows
+    windows = sample_windows(config, mix, samples * micro)
+    batches = [windows[start : start + micro] for start in range(0, len(windows), micro)]
+    documents = [len(w.cu_seqlens) - 1 - (config.data.anchor != "none") for w in windows]
+    return PlanEstimate(
+        model=sizes,
+        hardware=hardware,
+        mix=mix,
+        window_tokens=config.data.window_tokens,
+        tokens_a_window=float(np.mean([window.num_tokens for window in windows])),
+        windows_per_step=config.train.windows_per_step,
+        documents_a_window=float(np.mean(documents)),
+        worlds=[_world(config, sizes, hardware, world, batches) for world in world_sizes],
+    )
+
+
+def fit_world(config: Config, sizes: ModelSizes, world_size: int) -> tuple[Config, str | None]:
+    """The config on ``world_size`` ranks, and what was changed: parallel.sp, where it must be.
+
+    The recipe (windows a step) stays; sp becomes the nearest value at which they divide.
+
+    Raises:
+        UserError: there is none, or the world is larger than 1024.
+    """
+    if not 1 <= world_size <= MOST_RANKS:
+        raise UserError(f"--world {world_size}: plans are made for 1 to {MOST_RANKS} ranks")
+    asked = config.parallel.sp
+    fitting = [sp for sp in range(1, world_size + 1) if _fits(config, sizes, world_size, sp)]
+    if not fitting:
+        raise UserError(
+            f"--world {world_size}: no parallel.sp fits train.windows_per_step = "
+            f"{config.train.windows_per_step}, attention.exchange = {config.attention.exchange} "
+            "and the model's heads; change one of them"
+        )
+    sp = min(fitting, key=lambda value: (abs(math.log(value / asked)), value))
+    if sp == asked:
+        return config, None
+    changed = config.model_copy(
+        update={
+            "parallel": config.parallel.model_copy(update={"sp": sp}),
+            "attention": config.attention.model_copy(update={"ulysses": _ulysses(config, sp)}),
+        }
+    )
+    windows = config.train.windows_per_step
+    return changed, f"parallel.sp = {sp} instead of {asked}: {windows} windows a step must divide"
+
+
+def _world(
+    config: Config,
+    sizes: ModelSizes,
+    hardware: Hardware,
+    world_size: int,
+    batches: list[list[Window]],
+) -> WorldEstimate:
+    config, note = fit_world(config, sizes, world_size)
+    shape = config.check_world(world_size)
+    traffic = state_traffic(sizes, config, hardware, world_size, shape.accumulation)
+    modes = dict.fromkeys((*MODES, config.attention.mode))
+    anchored = config.data.anchor != "none"
+    return WorldEstimate(
+        world_size=world_size,
+        dp=shape.dp,
+        sp=shape.sp,
+        accumulation=shape.accumulation,
+        note=note,
+        state_traffic=traffic,
+        modes=[
+            _mode(mode, config, sizes, hardware, world_size, batches, traffic)
+            for mode in modes
+            if anchored or mode != "anchor"
+        ],
+    )
+
+
+def _mode(
+    mode: str,
+    config: Config,
+    sizes: ModelSizes,
+    hardware: Hardware,
+    world_size: int,
+    batches: list[list[Window]],
+    traffic: StateTraffic,
+) -> ModeEstimate:
+    shape, attention = config.check_world(world_size), config.attention
+    plans = [
+        BatchPlan(
+            [window.with_mode(mode) for window in batch],
+            shape.sp,
+            attention.layout,
+            attention.exchange,
+            attention.ulysses,
+        )
+        for batch in batches
+    ]
+    check_heads(sizes.num_heads, sizes.num_kv_heads, plans[0].ulysses)
+    found = [plan_micro_batch(plan, sizes, config, hardware, shape.dp) for plan in plans]
+    states = state_memory(sizes, config, world_size, lazy=hardware.kind == "cpu")
+    memory = max(
+        (
+            estimate_memory(
+                states,
+                activation_memory(
+                    sizes,
+                    config,
+                    tokens=batch.tokens,
+                    key_rows=int(batch.rows.key_rows.max()),
+                    step_rows=int(batch.rows.step_rows.max()),
+                    sp_size=shape.sp,
+                    ulysses=plan.ulysses,
+                    on_cpu=hardware.kind == "cpu",
+                ),
+                shape.accumulation,
+                hardware.memory_bytes,
+            )
+            for plan, batch in zip(plans, found, strict=True)
+        ),
+        key=lambda estimate: estimate.peak,
+    )
+    work = _Seconds.of(found, shape.accumulation)
+    hidden = min(HIDEABLE * traffic.seconds, work.compute) if traffic.overlaps else 0.0
+    optimizer = optimizer_seconds(states, hardware)
+    step = work.total + traffic.seconds - hidden + optimizer
+    lengths = np.array([window.num_tokens for batch in batches for window in batch], dtype=float)
+    tokens = float(lengths.mean()) * config.train.windows_per_step
+    pairs = float(np.mean([batch.pairs.sum() for batch in found])) / len(batches[0])
+    step_pairs = pairs * config.train.windows_per_step
+    linear = linear_flops(sizes.flops_shape, round(tokens))
+    attended = attention_flops(sizes.flops_shape, step_pairs)
+    again = 0.0
+    if forwards_of(config) == 2:
+        layers = 1 - sizes.head_weights / sizes.linear_weights
+        again = linear * layers / 3 + attended * 4 / 14
+    peak = hardware.flops(config.model.dtype) / hardware.compute_fraction
+    sent = [batch.sent_inside + batch.sent_across for batch in found]
+    return ModeEstimate(
+        mode=mode,
+        layout=plans[0].layout,
+        exchange=plans[0].exchange if plans[0].ulysses == 1 else f"ulysses {plans[0].ulysses}",
+        pairs_a_window=pairs,
+        density=pairs / float((lengths * (lengths + 1) / 2).mean()),
+        linear_flops=linear,
+        attention_flops=attended,
+        recomputed_flops=again,
+        balance=float(np.mean([batch.balance for batch in found])),
+        sent_inside=_mean([b.sent_inside.max() for b in found], shape.accumulation),
+        sent_across=_mean([b.sent_across.max() for b in found], shape.accumulation),
+        sent_mean=_mean([part.mean() for part in sent], shape.accumulation),
+        sent_first=sent[0].tolist(),
+        linear_seconds=work.linear,
+        attention_seconds=work.attention,
+        exchange_seconds=work.exchange,
+        state_seconds=traffic.seconds - hidden,
+        optimizer_seconds=optimizer,
+        step_seconds=step,
+        tokens_per_second=tokens / step,
+        mfu=(linear + attended) / step / (peak * world_size),
+        memory=memory,
+    )
+
+
+@dataclass(frozen=True)
+class _Seconds:
+    """A step's micro-batches, each at its slowest rank; the mean of the sample."""
+
+    linear: float
+    attention: float
+    exchange: float
+
+    @classmethod
+    def of(cls, sample: list[MicroBatch], accumulation: int) -> _Seconds:
+        return cls(
+            linear=_mean([b.linear_seconds for b in sample], accumulation),
+            attention=_mean([b.attention_seconds[b.slowest] for b in sample], accumulation),
+            exchange=_mean([b.exposed_seconds[b.slowest] for b in sample], accumulation),
+        )
+
+    @property
+    def compute(self) -> float:
+        return self.linear + self.attention
+
+    @property
+    def total(self) -> float:
+        return self.compute + self.exchange
+
+
+def _mean(values: Sequence[Any], accumulation: int) -> float:
+    return float(np.mean(values)) * accumulation
+
+
+def _fits(config: Config, sizes: ModelSizes, world_size: int, sp: int) -> bool:
+    train, attention = config.train, config.attention
+    if world_size % sp or train.windows_per_step % (world_size // sp * train.micro_batch_windows):
+        return False
+    ulysses = _ulysses(config, sp)
+    if sp % ulysses or (attention.exchange == "hybrid" and not 1 < ulysses < sp):
+        return False
+    try:
+        swapped = sp if attention.exchange == "ulysses" else ulysses
+        check_heads(sizes.num_heads, sizes.num_kv_heads, swapped)
+    except UserError:
+        return False
+    return True
+
+
+def _ulysses(config: Config, sp: int) -> int:
+    """attention.ulysses of the config on sp ranks: with ``ulysses`` all of them swap heads."""
+    return 1 if config.attention.exchange == "ulysses" else config.attention.ulysses
