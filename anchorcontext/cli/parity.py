@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from anchorcontext.parity.report import ParityReport
 
 PAST_TOLERANCE_STATUS = 1
+SHOWN_FAILURES = 5
 
 
 @config_command
@@ -79,7 +80,13 @@ def print_report(report: ParityReport, worst: int) -> None:
     for part in report.comparisons:
         failed = [check.quantity for check in part.checks if not check.passed]
         failed += [row.difference.name for row in part.worst_gradients() if not row.passed]
-        what = f"{part.num_windows} windows, {part.num_tokens:,} tokens, "
-        what += f"{len(part.gradients)} gradients"
-        verdict = f"FAILED: {', '.join(failed)}" if failed else "within tolerance"
-        echo(f"{part.baseline}: {what}: {verdict}")
+        verdict = "within tolerance"
+        if failed:
+            more = (
+                f" and {len(failed) - SHOWN_FAILURES} more" if len(failed) > SHOWN_FAILURES else ""
+            )
+            verdict = f"FAILED: {', '.join(failed[:SHOWN_FAILURES])}{more}"
+        echo(
+            f"{part.baseline}: {part.num_windows} windows, {part.num_tokens:,} tokens, "
+            f"{len(part.gradients)} gradients: {verdict}"
+        )

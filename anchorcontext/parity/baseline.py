@@ -48,11 +48,12 @@ class Baseline(Protocol):
         """Run a window; with ``scale``, add the gradient of ``scale`` times its summed loss."""
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """fp32 gradients so far, one a parameter, by the parameter's Hugging Face name."""
+        """fp32 gradients so far on the CPU, by the parameters' Hugging Face names."""
 
 
 class _Gradients:
-    """Gradients added up over windows in fp32, whatever dtype each backward leaves them in."""
+    """Gradients added up over windows: in fp32 whatever dtype a backward leaves them in, and in CPU
+    memory, since the device of rank 0 holds its share of the distributed run as well."""
 
     def __init__(self, model: nn.Module) -> None:
         self._parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -63,7 +64,7 @@ class _Gradients:
         for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 continue
-            gradient = parameter.grad.float()
+            gradient = parameter.grad.to("cpu", torch.float32)
             if name in self._sums:
                 self._sums[name] += gradient
             else:
@@ -73,7 +74,7 @@ class _Gradients:
     def sums(self) -> dict[str, torch.Tensor]:
         """The sums; zero for a parameter that no window used."""
         return {
-            name: self._sums.get(name, torch.zeros_like(parameter, dtype=torch.float32))
+            name: self._sums.get(name, torch.zeros(parameter.shape))
             for name, parameter in self._parameters.items()
         }
 

@@ -78,7 +78,7 @@ def config_file(make_config, tmp_path_factory):
     """As ``make_config``, written to a YAML file."""
 
     def make(**sections):
-        path = tmp_path_factory.mktemp("config") / "config.yaml"
+        path = tmp_path_factory.mktemp("config") / "tiny.yaml"
         save_config(make_config(**sections), path)
         return path
 

@@ -174,42 +174,55 @@ FAULTS = {
 }
 
 
-def run_all(rank, world_size, config, report):
+DTYPES = ("fp32", "bf16")
+
+
+def run_all(rank, world_size, configs):
     """The command's status and report, for every fault in turn, in one set of processes."""
     from anchorcontext.cli import main
     from anchorcontext.train.job import Job
 
+    def command(config, *arguments):
+        with pytest.raises(SystemExit) as end:
+            main(["parity", config, *arguments], standalone_mode=False)
+        return end.value.code
+
     outcomes = {}
     # The ranks of the test helper own their process group.
     with mock.patch.object(Job, "close", lambda job: job.engine.destroy()):
-        for fault in FAULTS:
-            with fault() if fault else contextlib.nullcontext(), pytest.raises(SystemExit) as end:
-                main(["parity", config, "--json", report], standalone_mode=False)
-            name = fault.__name__ if fault else None
-            found = json.loads(Path(report).read_text()) if rank == 0 else None
-            outcomes[name] = end.value.code, found
-        with pytest.raises(SystemExit) as end:
-            main(["parity", config, "data.path=/nowhere/windows"], standalone_mode=False)
-        outcomes["unprepared data"] = end.value.code, None
+        for dtype, config in zip(DTYPES, configs, strict=True):
+            report = f"{config}.{dtype}.json"
+            for fault in FAULTS:
+                with fault() if fault else contextlib.nullcontext():
+                    code = command(config, "--json", report)
+                found = json.loads(Path(report).read_text()) if rank == 0 else None
+                outcomes[dtype, fault and fault.__name__] = code, found
+        outcomes["unprepared data"] = command(config, "data.path=/nowhere/windows"), None
     return outcomes
 
 
 @pytest.fixture(scope="module")
-def outcomes(config_file):
-    config = config_file(train={"zero_stage": 0})
-    return run_distributed(run_all, 2, str(config), f"{config}.json", timeout=280)
+def outcomes(make_config, config_file):
+    model = make_config().model.model_dump()
+    configs = [
+        str(config_file(train={"zero_stage": 0}, model={**model, "dtype": dtype}))
+        for dtype in DTYPES
+    ]
+    return run_distributed(run_all, 2, configs, timeout=280)
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: "no_fault" if f is None else f.__name__)
-def test_fault_is_caught_and_named(fault, outcomes):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fault_is_caught_and_named(dtype, fault, outcomes):
     failing, gradients = FAULTS[fault]
-    name = fault.__name__ if fault else None
-    code, report = outcomes[0][name]
-    assert code == outcomes[1][name][0] == (0 if fault is None else EXIT_PAST_TOLERANCE)
+    name = fault and fault.__name__
+    code, report = outcomes[0][dtype, name]
+    assert code == outcomes[1][dtype, name][0] == (0 if fault is None else EXIT_PAST_TOLERANCE)
     assert report["passed"] is (fault is None)
     for comparison in report["comparisons"]:
-        failed = {c["quantity"] for c in comparison["checks"] if not c["passed"]}
-        assert failed >= failing
+        failed = {check["quantity"] for check in comparison["checks"] if not check["passed"]}
+        if dtype == "fp32":
+            assert failed >= failing
         # What follows from a wrong logit is wrong, too; nothing else is.
         assert failed <= failing or LOGITS in failing
         wrong = [row["name"] for row in comparison["gradients"] if not row["passed"]]
