@@ -21,6 +21,7 @@ COMMANDS = {
     "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",
     "export": "Turn a checkpoint into a plain Hugging Face folder.",
     "import-gguf": "Turn a GGUF file into a plain Hugging Face folder.",
+    "bench": "Compare layouts, exchanges and steps with named baselines.",
     "config": "Check a config and show it resolved, or list every key.",
 }
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, pairwise
 from operator import itemgetter
 
 import numpy as np
@@ -139,10 +139,9 @@ class _Dealer:
         sigma = self.rest_work / np.maximum(self.rest_tokens, 1)
         density = (n + 1) / 2
         room = mean - local_length * sigma[:-1]
-        long = (n * (density - sigma[:-1]) > room) | (
-            (n > local_length) & (density > mean / local_length)
-        )
-        long |= (n > wide * local_length) & (density > mean / local_length)
+        # Not below the mean density, by more than rounding: equal documents are all dense.
+        dense = density > (1 - 1e-9) * mean / local_length
+        long = (n * (density - sigma[:-1]) > room) | ((n > wide * local_length) & dense)
         self.num_long = int(np.argmin(long)) if not long.all() else len(n)
         self.sigma = float(sigma[self.num_long])
         self.room = mean - local_length * self.sigma
@@ -238,20 +237,36 @@ class _Dealer:
         return shares
 
     def _deal_chunks(self, long: list[int]) -> list[tuple[int, int]]:
-        """Whole ranks of consecutive tokens from the end of each document.
+        """Consecutive tokens from the end of each document, a rank's worth to each rank.
 
         Returns what is left of the documents: (document, tokens from its start).
         """
-        heads, rank = [], 0
+        heads: list[tuple[int, int]] = []
+        rank = 0
         for document in long:
-            count, head = divmod(int(self.lengths[document]), self.local_length)
-            for chunk in range(count):
-                start = head + chunk * self.local_length
-                self._hold(document, start, start + self.local_length, rank)
+            edges = [int(self.lengths[document])]
+            while edges[-1] > self.local_length and rank + len(edges) <= self.sp_size:
+                edges.append(edges[-1] - self._chunk(edges[-1]))
+            heads.append((document, edges[-1]))
+            # Later tokens on later ranks: a ring then carries keys one short way.
+            for start, stop in pairwise(reversed(edges)):
+                self._hold(document, start, stop, rank)
                 rank += 1
-            if head:
-                heads.append((document, head))
         return heads
+
+    def _chunk(self, stop: int) -> int:
+        """How many tokens before ``stop`` a rank takes: all its rows, or fewer where its attention
+        would outlast the travel that it hides and the rank be late."""
+        full = self.local_length
+        travel = (stop - full) * self.pairs_per_row
+        load = _pairs(stop - full, stop) + travel * (1 - self.hideable)
+        if load <= self.aim:
+            return full
+        size = float(full)
+        for _ in range(3):
+            size = self.hideable * self.pairs_per_row * (stop - size) / (stop - size / 2)
+            size = min(size, full)
+        return int(size) if 2 * size > full else full
 
     def _level(self) -> None:
         """Write the shares' cuts: the ranks of a document end with equal work where they can."""

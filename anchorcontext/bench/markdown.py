@@ -1,0 +1,31 @@
+"""Sections of a Markdown page that commands write: each between its own marker comments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Put ``text`` between the markers of section ``name``; made at the page's end if missing."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    section = f"{begin}\n{text.strip()}\n{end}"
+    page = path.read_text() if path.exists() else "# Benchmarks\n"
+    pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+    if pattern.search(page):
+        page = pattern.sub(lambda _: section, page)
+    else:
+        page = f"{page.rstrip()}\n\n{section}\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(page)
+
+
+def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table; every column but the first is right-aligned."""
+    lines = [_row(headers), _row([":--", *["--:"] * (len(headers) - 1)])]
+    return "\n".join([*lines, *(_row(row) for row in rows)])
+
+
+def _row(cells: Sequence[object]) -> str:
+    return "| " + " | ".join(str(cell) for cell in cells) + " |"
