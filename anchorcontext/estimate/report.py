@@ -11,10 +11,17 @@ import numpy as np
 
 from ..errors import UserError
 from ..plan import BatchPlan, check_heads
+from ..plan.cost import CostModel
 from ..watch.flops import attention_flops, linear_flops
 from ..window import Window
 from .hardware import Hardware
-from .memory import MemoryEstimate, activation_memory, estimate_memory, state_memory
+from .memory import (
+    MemoryEstimate,
+    StateMemory,
+    activation_memory,
+    estimate_memory,
+    state_memory,
+)
 from .shape import ModelSizes
 from .time import (
     MicroBatch,
@@ -33,8 +40,6 @@ MODES = ("full", "intra_doc", "anchor")
 MOST_RANKS = 1024
 SAMPLES = 4
 """Micro-batches drawn from the mix."""
-HIDEABLE = 0.9
-"""The share of ZeRO-3's traffic that can hide behind compute, as for attention's."""
 
 KINDS = {
     "parameters": "exact: the model is built without memory",
@@ -234,41 +239,15 @@ def _mode(
     check_heads(sizes.num_heads, sizes.num_kv_heads, plans[0].ulysses)
     found = [plan_micro_batch(plan, sizes, config, hardware, shape.dp) for plan in plans]
     states = state_memory(sizes, config, world_size, lazy=hardware.kind == "cpu")
-    memory = max(
-        (
-            estimate_memory(
-                states,
-                activation_memory(
-                    sizes,
-                    config,
-                    tokens=batch.tokens,
-                    key_rows=int(batch.rows.key_rows.max()),
-                    step_rows=int(batch.rows.step_rows.max()),
-                    sp_size=shape.sp,
-                    ulysses=plan.ulysses,
-                    on_cpu=hardware.kind == "cpu",
-                ),
-                shape.accumulation,
-                hardware.memory_bytes,
-            )
-            for plan, batch in zip(plans, found, strict=True)
-        ),
-        key=lambda estimate: estimate.peak,
-    )
     work = _Seconds.of(found, shape.accumulation)
-    hidden = min(HIDEABLE * traffic.seconds, work.compute) if traffic.overlaps else 0.0
+    hidden = min(CostModel.hideable * traffic.seconds, work.compute) if traffic.overlaps else 0.0
     optimizer = optimizer_seconds(states, hardware)
     step = work.total + traffic.seconds - hidden + optimizer
     lengths = np.array([window.num_tokens for batch in batches for window in batch], dtype=float)
-    tokens = float(lengths.mean()) * config.train.windows_per_step
+    tokens = round(float(lengths.mean()) * config.train.windows_per_step)
     pairs = float(np.mean([batch.pairs.sum() for batch in found])) / len(batches[0])
-    step_pairs = pairs * config.train.windows_per_step
-    linear = linear_flops(sizes.flops_shape, round(tokens))
-    attended = attention_flops(sizes.flops_shape, step_pairs)
-    again = 0.0
-    if forwards_of(config) == 2:
-        layers = 1 - sizes.head_weights / sizes.linear_weights
-        again = linear * layers / 3 + attended * 4 / 14
+    linear = linear_flops(sizes.flops_shape, tokens)
+    attended = attention_flops(sizes.flops_shape, pairs * config.train.windows_per_step)
     peak = hardware.flops(config.model.dtype) / hardware.compute_fraction
     sent = [batch.sent_inside + batch.sent_across for batch in found]
     return ModeEstimate(
@@ -279,7 +258,7 @@ def _mode(
         density=pairs / float((lengths * (lengths + 1) / 2).mean()),
         linear_flops=linear,
         attention_flops=attended,
-        recomputed_flops=again,
+        recomputed_flops=_recomputed(config, sizes, linear, attended),
         balance=float(np.mean([batch.balance for batch in found])),
         sent_inside=_mean([b.sent_inside.max() for b in found], shape.accumulation),
         sent_across=_mean([b.sent_across.max() for b in found], shape.accumulation),
@@ -293,8 +272,37 @@ def _mode(
         step_seconds=step,
         tokens_per_second=tokens / step,
         mfu=(linear + attended) / step / (peak * world_size),
-        memory=memory,
+        memory=max(
+            (
+                _memory(states, config, sizes, hardware, shape.accumulation, plan, batch)
+                for plan, batch in zip(plans, found, strict=True)
+            ),
+            key=lambda estimate: estimate.peak,
+        ),
     )
+
+
+def _memory(
+    states: StateMemory,
+    config: Config,
+    sizes: ModelSizes,
+    hardware: Hardware,
+    accumulation: int,
+    plan: BatchPlan,
+    batch: MicroBatch,
+) -> MemoryEstimate:
+    """Of the rank of a micro-batch that holds most."""
+    work = activation_memory(
+        sizes,
+        config,
+        tokens=batch.tokens,
+        key_rows=int(batch.rows.key_rows.max()),
+        step_rows=int(batch.rows.step_rows.max()),
+        sp_size=plan.sp_size,
+        ulysses=plan.ulysses,
+        on_cpu=hardware.kind == "cpu",
+    )
+    return estimate_memory(states, work, accumulation, hardware.memory_bytes)
 
 
 @dataclass(frozen=True)
@@ -320,6 +328,14 @@ class _Seconds:
     @property
     def total(self) -> float:
         return self.compute + self.exchange
+
+
+def _recomputed(config: Config, sizes: ModelSizes, linear: float, attended: float) -> float:
+    """FLOPs of the second forward of every layer: 2 of a weight's 6, 4 of a pair's 14."""
+    if forwards_of(config) == 1:
+        return 0.0
+    layers = 1 - sizes.head_weights / sizes.linear_weights
+    return linear * layers / 3 + attended * 4 / 14
 
 
 def _mean(values: Sequence[Any], accumulation: int) -> float:

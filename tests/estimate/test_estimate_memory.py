@@ -194,9 +194,11 @@ def measure(rank, world, path, overrides, tokens):
 
     import numpy as np
     import torch
+    import torch.distributed as dist
 
     from anchorcontext import Window, make_plan, shard
     from anchorcontext.config import load_config
+    from anchorcontext.estimate.links import row_traffic
     from anchorcontext.model import TrainModel, build_model
 
     # Freed blocks go back at once (M_MMAP_THRESHOLD): otherwise glibc keeps what it may reuse.
@@ -208,10 +210,11 @@ def measure(rank, world, path, overrides, tokens):
 
     def step(model, tokens):
         window = Window(np.arange(tokens) % 64, [0, 1, tokens // 2, tokens], "anchor")
-        plan = make_plan([window])
+        plan = make_plan([window], dist.group.WORLD, "zigzag")
         local = shard([window], plan)
         loss, _ = model(local.input_ids, local.position_ids, local.labels, plan)
         loss.backward()
+        return plan.data
 
     config = load_config(path, overrides)
     # What is imported or set up once, by a tiny model of the same kind.
@@ -222,27 +225,41 @@ def measure(rank, world, path, overrides, tokens):
     before = status("VmRSS")
     model = build_model(config.model, window_tokens=tokens, vocab_size=vocab, probe=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    step(TrainModel(model), tokens)
+    plan = step(TrainModel(model), tokens)
     optimizer.step()
-    return status("VmHWM") - before
+    rows = row_traffic(plan)
+    return status("VmHWM") - before, int(rows.key_rows[rank]), int(rows.step_rows[rank])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_memory_of_the_cpu_demo_within_15_percent_of_measured_growth(checkpointing, request):
+@pytest.mark.parametrize(
+    ("world", "checkpointing", "dtype"), [(1, "false", "fp32"), (2, "true", "bf16")]
+)
+def test_memory_of_the_cpu_demo_within_15_percent_of_measured_growth(
+    world, checkpointing, dtype, request
+):
     path, tokens = request.config.rootpath / "configs" / "demo.yaml", 16384
     overrides = [
         f"data.window_tokens={tokens}",
         "train.zero_stage=0",
         f"model.gradient_checkpointing={checkpointing}",
+        f"model.dtype={dtype}",
     ]
-    (measured,) = run_distributed(measure, 1, path, overrides, tokens)
     config = load_config(path, overrides)
     sizes = configured_sizes(config)
-    work = activation_memory(
-        sizes, config, tokens=tokens, key_rows=0, step_rows=0, sp_size=1, ulysses=1, on_cpu=True
-    )
     states = state_memory(sizes, config, 1, lazy=True)
-    predicted = estimate_memory(states, work, 1, 1e12).peak
-    ratio = predicted / measured
-    assert abs(ratio - 1) < 0.15, f"predicted {predicted:,}, measured {measured:,}: {ratio:.3f}"
+    for found in run_distributed(measure, world, path, overrides, tokens):
+        measured, key_rows, step_rows = found
+        work = activation_memory(
+            sizes,
+            config,
+            tokens=tokens // world,
+            key_rows=key_rows,
+            step_rows=step_rows,
+            sp_size=world,
+            ulysses=1,
+            on_cpu=True,
+        )
+        predicted = estimate_memory(states, work, 1, 1e12).peak
+        ratio = predicted / measured
+        assert abs(ratio - 1) < 0.15, f"predicted {predicted:,}, measured {measured:,}: {ratio:.3f}"
