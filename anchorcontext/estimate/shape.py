@@ -69,12 +69,22 @@ def configured_sizes(config: Config, vocab_size: int | None = None) -> ModelSize
             "folder that holds the model's config.json (no weights are needed), as in "
             "model.path=FOLDER, or describe the model with model.scratch"
         )
-    if vocab_size is None and config.data.train_tokenizer is not None:
-        vocab_size = config.data.train_tokenizer.vocab_size
+    if vocab_size is None and config.model.scratch is not None:
+        vocab_size = _vocabulary(config)
     window_tokens = config.data.window_tokens
     return model_sizes(
         build_config(config.model, window_tokens=window_tokens, vocab_size=vocab_size)
     )
+
+
+def _vocabulary(config: Config) -> int | None:
+    """Entries of the tokenizer that a model from scratch will get; None where nobody knows yet."""
+    from ..data.store import read_meta
+
+    if config.data.train_tokenizer is not None:
+        return config.data.train_tokenizer.vocab_size
+    meta = read_meta(Path(config.data.path).expanduser())
+    return None if meta is None else int(meta["vocab_size"])
 
 
 def model_sizes(hf_config: PreTrainedConfig) -> ModelSizes:

@@ -20,10 +20,11 @@ STDLIB_BYTES_PER_TOKEN = 3.87
 
 
 def default_mix(config: Config) -> str:
-    """``prepared`` where the config's data lies ready, ``stdlib`` where that is its only source."""
+    """``prepared`` where the windows lie ready, ``stdlib`` where that is the only source."""
     from ..data.store import read_meta
 
-    if read_meta(Path(config.data.path).expanduser()) is not None:
+    meta = read_meta(Path(config.data.path).expanduser())
+    if meta is not None and meta["window_tokens"] == config.data.window_tokens:
         return "prepared"
     kinds = {source.kind for source in config.data.sources}
     return "stdlib" if kinds == {"stdlib"} else "slimpajama"
@@ -56,6 +57,12 @@ def _prepared(config: Config, count: int) -> list[Window]:
     from ..data.store import WindowDataset
 
     dataset = WindowDataset(config.data.path)
+    if dataset.window_tokens != config.data.window_tokens:
+        raise UserError(
+            f"--mix prepared: {dataset.path} holds windows of {dataset.window_tokens} tokens, "
+            f"data.window_tokens = {config.data.window_tokens}; make them equal, or choose another "
+            "mix"
+        )
     chosen = np.unique(np.linspace(0, len(dataset) - 1, count).astype(int)).tolist()
     windows = [dataset[index].window("full", config.loss.boundary) for index in chosen]
     return [windows[index % len(windows)] for index in range(count)]

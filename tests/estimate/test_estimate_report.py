@@ -8,14 +8,17 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from click.testing import CliRunner
 
 from anchorcontext.cli import group
 from anchorcontext.config import load_config
+from anchorcontext.data.store import WindowRecord, build_folder
 from anchorcontext.errors import UserError
 from anchorcontext.estimate import (
     configured_sizes,
+    default_mix,
     estimate_plan,
     fit_world,
     load_hardware,
@@ -172,6 +175,29 @@ def test_samples_fill_the_window_behind_an_anchor():
             assert window.cu_seqlens[1] == 1
     bare = sample_windows(demo("data.anchor=none", "attention.mode=full"), "stdlib", 1)[0]
     assert bare.num_tokens == 4096
+
+
+def test_prepared_windows_are_planned_as_they_lie_on_disk(tmp_path):
+    folder = tmp_path / "windows"
+    with build_folder(folder) as builder:
+        builder.write_documents([(["web"], ["a.txt"], np.array([12]))])
+        edges, rows = np.array([0, 1, 5, 12]), np.array([-1, 0, 0])
+        builder.write_windows([WindowRecord(np.arange(12), edges, rows, np.array([0, 0, 4]))])
+        builder.write_meta(
+            {"anchor_id": 0, "vocab_size": 300, "window_tokens": 12, "num_documents": 1}
+        )
+    tokenizer = ("data.train_tokenizer=null", "data.tokenizer=unused", f"data.path={folder}")
+    config = demo(*tokenizer, "data.window_tokens=12")
+    assert default_mix(config) == "prepared"
+    sizes = configured_sizes(config)
+    assert sizes.vocab_size == 300  # the prepared windows' tokenizer
+    found = estimate_plan(config, sizes, load_hardware("cpu"), [2], "prepared").worlds[0]
+    pairs = {mode.mode: mode.pairs_a_window for mode in found.modes}
+    assert pairs == {"full": 78, "intra_doc": 67, "anchor": 78}
+    longer = demo(*tokenizer)
+    assert default_mix(longer) == "stdlib"
+    with pytest.raises(UserError, match="holds windows of 12 tokens"):
+        sample_windows(longer, "prepared", 1)
 
 
 def plan(*arguments):
