@@ -12,7 +12,7 @@ import torch.distributed as dist
 from anchorcontext.kernels import Engine, accumulator_dtype, get_engine
 
 from ..errors import UserError
-from ..plan import BatchPlan, RankPlan
+from ..plan import BatchPlan, CostModel, RankPlan
 from ..window import Window
 from .mesh import group_device
 from .meter import Meter
@@ -126,6 +126,7 @@ def make_plan(
     *,
     ulysses: int = 1,
     engine: str = "auto",
+    cost: CostModel | None = None,
     verify: bool = True,
 ) -> Plan:
     """Plan one micro-batch for this rank.
@@ -137,6 +138,7 @@ def make_plan(
         exchange: ``"ring"``, ``"gather"``, ``"ulysses"``, ``"hybrid"`` or ``"auto"``.
         ulysses: ranks of a team that swap heads (:class:`~anchorcontext.plan.BatchPlan`).
         engine: the kernel engine's name, ``"auto"`` for the best one that serves the tensors.
+        cost: what the layout ``balanced`` minimises; default: an 8B model on H100s.
         verify: compare the plan's fingerprint over the group (one tiny all-gather) and raise on
             every rank when the ranks were given different windows.
 
@@ -146,8 +148,8 @@ def make_plan(
     batch = [windows] if isinstance(windows, Window) else list(windows)
     sp_size = dist.get_world_size(sp_group) if sp_group is not None else 1
     if sp_group is not None and verify and sp_size > 1:
-        _check_agreement(batch, f"{layout} {exchange} {ulysses}", sp_group)
-    data = BatchPlan(batch, sp_size, layout, exchange, ulysses)
+        _check_agreement(batch, f"{layout} {exchange} {ulysses} {cost}", sp_group)
+    data = BatchPlan(batch, sp_size, layout, exchange, ulysses, cost)
     return Plan(data, sp_group if sp_size > 1 else None, engine)
 
 

@@ -1,6 +1,7 @@
 """The plan: which rank holds, sends and computes what, as data made once per micro-batch."""
 
 from .batch import EXCHANGES, BatchPlan
+from .cost import CostModel
 from .heads import check_heads
 from .layout import LAYOUTS
 from .pieces import Pieces
@@ -11,6 +12,7 @@ __all__ = [
     "LAYOUTS",
     "Anchors",
     "BatchPlan",
+    "CostModel",
     "Message",
     "Pieces",
     "RankPlan",

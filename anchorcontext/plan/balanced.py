@@ -134,9 +134,9 @@ class _Dealer:
         work = n * (n + 1) / 2
         mean = float(work.sum()) / sp_size
         # Of the documents from each one on, padding included: tokens, work, density.
-        self.rest_tokens = np.cumsum(np.r_[self.padding, n[::-1]])[::-1]
-        self.rest_work = np.cumsum(np.r_[0.0, work[::-1]])[::-1]
-        sigma = self.rest_work / np.maximum(self.rest_tokens, 1)
+        rest_tokens = np.cumsum(np.r_[self.padding, n[::-1]])[::-1]
+        rest_work = np.cumsum(np.r_[0.0, work[::-1]])[::-1]
+        sigma = rest_work / np.maximum(rest_tokens, 1)
         density = (n + 1) / 2
         room = mean - local_length * sigma[:-1]
         # Not below the mean density, by more than rounding: equal documents are all dense.
@@ -144,7 +144,7 @@ class _Dealer:
         long = (n * (density - sigma[:-1]) > room) | ((n > wide * local_length) & dense)
         self.num_long = int(np.argmin(long)) if not long.all() else len(n)
         self.sigma = float(sigma[self.num_long])
-        self.room = mean - local_length * self.sigma
+        self.room = max(mean - local_length * self.sigma, 1.0)
         self.local_length, self.sp_size = local_length, sp_size
         self.free = np.full(sp_size, local_length, dtype=np.int64)
         self.work = np.zeros(sp_size)
@@ -220,7 +220,7 @@ class _Dealer:
         fewest = -(-n // self.local_length)
         if int(fewest.sum()) > self.sp_size or not len(n):
             return None
-        low, high = self.room / 2, float(excess.max())
+        low, high = self.room / 2, max(float(excess.max()), self.room)
         for _ in range(12):
             middle = (low + high) / 2
             fits = np.maximum(fewest, np.ceil(excess / middle)).sum() <= self.sp_size

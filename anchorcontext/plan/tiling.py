@@ -23,6 +23,8 @@ def make_tiles(pieces: Pieces, queries: np.ndarray, keys: np.ndarray, key_row: n
         keys: numbers of the pieces in the buffer that this rank may look at.
         key_row: first row of each of ``keys`` in the buffer.
     """
+    if not len(keys):  # most steps of a pruned ring
+        return Tiles(np.zeros((0, 5), dtype=np.int64))
     order = np.argsort(key_row, kind="stable")
     keys, key_row = keys[order], key_row[order]
     sees = (pieces.group[queries][:, None] == pieces.group[keys][None, :]) & (
