@@ -40,7 +40,8 @@ def command(config: Config, windows: int | None, worst: int) -> Outcome:
     Runs one training step without its update on the configured ranks, model and prepared windows,
     and the same windows on rank 0 alone: through stock transformers with an explicit mask (their
     first parity.stock_tokens tokens) and through our own code at full length. Compares logits, loss
-    and the gradient of every parameter. Run it under the launcher that will run train.
+    and the gradient of every parameter; a bf16 run is held to the error that one device has against
+    fp32. Run it under the launcher that will run train.
     """
     logging.basicConfig(
         level=logging.INFO if is_main_rank() else logging.WARNING,

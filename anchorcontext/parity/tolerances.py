@@ -1,20 +1,23 @@
 """How far the distributed run may be from a single device: every number, and why it is that one.
 
-Measured on SmolLM2-135M (30 layers, largest logit 45, 1,024 and 2,048 tokens of real documents) and
-on a random model of 2 layers, sp = 2:
+Measured, two ranks against one device: SmolLM2-135M (30 layers, largest logit 45) on 1,024 and
+2,048 tokens of source code, and the demo model on 65,536. The largest values:
 
-====================================  =======  =======
-largest difference from one device    fp32     bf16
-====================================  =======  =======
-logit / largest logit                 2.1e-6   3.5e-2
-logits, relative norm                 8e-7     1.2e-2
-loss, relative                        3e-8     9e-4
-a parameter's gradient, relative      1.3e-5   9e-2
-norm of all gradients, relative       2e-7     6e-3
-====================================  =======  =======
+==========================================  =======  =======
+difference                                  fp32     bf16
+==========================================  =======  =======
+one logit, over the largest logit           2.2e-6   3.5e-2
+logits, relative norm                       8e-7     1.2e-2
+loss, relative                              6e-8     1.3e-3
+norm of all gradients, relative             2.4e-7   7.5e-3
+one gradient entry, over 1e-6 + 1e-4 |g|    0.39
+one parameter's gradient, relative norm     8e-6     0.35
+==========================================  =======  =======
 
-A key, target or anchor too many or too few moves some logit or some gradient by 4e-3 (one target of
-65,536) and more. In fp32 the limits lie well between; in bf16 they cannot, hence ``multiple``.
+Faults are larger. The smallest one tried, one target of 65,536 lost, moves the loss by 1.5e-5 and
+half of the gradients by more than 1e-4. On a random model of two layers, where attention matters
+least, shard-local positions move the logits by 6e-3 (relative norm) and a gradient by 0.5; an
+anchor counted twice, or two documents that see each other, 0.2 and 0.3.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ _FP64 = Tolerances(
     gradient_norm=1e-11,
 )
 
-# What the project promises (PARITY): on the tiny model, whose logits stay below 1, exactly these.
+# What the project promises on its tiny models, whose logits and gradients stay below 1. A logit of
+# 45, or an entry of a gradient that has entries of 10, has rounding errors of that size.
 _FP32 = Tolerances(
     logits=1e-5,
     logits_relative=1e-5,
@@ -83,17 +87,17 @@ _FP32 = Tolerances(
     gradient_norm=1e-4,
 )
 
-# multiple: distributed and single-device errors against fp32 are draws of one distribution. Their
-# ratio was 0.6 to 1.2 for logits and up to 2.0 for the gradient of a vector parameter. A gradient
-# that is scaled, lost or not reduced has an error of its own size: 10 to 100 times the rounding.
+# multiple: the distributed and the single-device error against fp32 are draws of one distribution.
+# Their ratio was 0.8 to 1.2 for logits and 0.3 to 2.0 (median 0.95) for the 272 parameters of
+# SmolLM2; a gradient that is scaled, lost or not reduced was off by 10 to 40 limits.
 # floor: half a unit in the last place of bf16, for what the single device computes exactly.
-# The fixed limits are about three times what was measured.
+# The fixed limits, where no fp32 run is at hand, are two to four times what was measured.
 _BF16 = Tolerances(
     logits=0.1,
     logits_relative=0.04,
     loss=5e-3,
-    gradient=0.3,
-    gradient_absolute=3e-3,
+    gradient=0.7,
+    gradient_absolute=7e-3,
     gradient_norm=0.02,
     entries=False,
     multiple=3.0,

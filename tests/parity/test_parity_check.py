@@ -59,18 +59,24 @@ def with_and_without_checks(rank, world_size, configs):
     return results
 
 
+OFFLOAD = {
+    "zero_optimization": {"offload_optimizer": {"device": "cpu"}},
+    "zero_force_ds_cpu_optimizer": False,
+}
+
+
 @pytest.mark.parametrize(
-    ("stage", "dtypes", "sp", "windows_per_step", "micro_batch_windows"),
+    ("stage", "sp", "windows_per_step", "micro_batch_windows", "variants"),
     [
-        (0, ("fp32", "bf16"), 2, 2, 1),
-        (1, ("fp32",), 1, 4, 1),
-        (1, ("bf16",), 2, 1, 1),
-        (2, ("fp32",), 1, 4, 2),
-        (3, ("fp32", "bf16"), 2, 2, 1),
+        (0, 2, 2, 1, [("fp32", {}), ("bf16", {})]),
+        (1, 1, 4, 1, [("fp32", {})]),
+        (1, 2, 1, 1, [("bf16", {})]),
+        (2, 1, 4, 2, [("fp32", {}), ("bf16", OFFLOAD)]),
+        (3, 2, 2, 1, [("fp32", {}), ("bf16", {}), ("fp32", OFFLOAD)]),
     ],
 )
 def test_passes_and_leaves_the_engine_as_it_was(
-    stage, dtypes, sp, windows_per_step, micro_batch_windows, make_config
+    stage, sp, windows_per_step, micro_batch_windows, variants, make_config
 ):
     train = {
         "zero_stage": stage,
@@ -79,8 +85,13 @@ def test_passes_and_leaves_the_engine_as_it_was(
     }
     model = make_config().model.model_dump()
     configs = [
-        make_config(train=train, parallel={"sp": sp}, model={**model, "dtype": dtype})
-        for dtype in dtypes
+        make_config(
+            train=train,
+            parallel={"sp": sp},
+            model={**model, "dtype": dtype},
+            deepspeed=deepspeed,
+        )
+        for dtype, deepspeed in variants
     ]
     for counts in run_distributed(with_and_without_checks, 2, configs):
         assert counts == [[21, 21]] * len(configs)
