@@ -55,7 +55,7 @@ setup(
         # flash attention is used.
         "gpu": ["triton>=3.6", "flash-attn>=2.8"],
         "eval": ["lm_eval[hf]>=0.4.13", "wonderwords>=2.2", "nltk>=3.9"],
-        "wandb": ["wandb>=0.19"],
+        "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.18"],
         "gguf": ["gguf>=0.17", "accelerate>=1.8"],  # transformers reads GGUF files with both
         "dev": [

@@ -275,7 +275,8 @@ class ParitySection(Section):
     """Tokens of the windows that are compared with stock transformers and its dense mask."""
 
     logits: PositiveFloat | None = None
-    """Largest absolute logit difference allowed; null takes the default of the dtype."""
+    """Largest logit difference allowed, times the largest logit where that exceeds 1; null takes
+    the default of the dtype."""
 
     loss: PositiveFloat | None = None
     """Largest relative loss difference allowed; null takes the default of the dtype."""
