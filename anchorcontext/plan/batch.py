@@ -11,6 +11,7 @@ import numpy as np
 from ..errors import UserError
 from ..window import Window
 from .anchors import plan_anchors
+from .choice import choose_exchange
 from .cost import CostModel
 from .gather import gather_steps
 from .heads import heads_per_rank
@@ -40,7 +41,7 @@ class BatchPlan:
         sp_size: P, the ranks that share a window.
         layout: ``"contiguous"``, ``"zigzag"``, ``"balanced"`` or ``"auto"``.
         exchange: ``"ring"``, ``"gather"``, ``"ulysses"`` (U = P), ``"hybrid"`` (U as given, ring
-            among the teams) or ``"auto"``.
+            among the teams) or ``"auto"`` (:mod:`~anchorcontext.plan.choice`).
         ulysses: U; also with ``"ring"`` and ``"gather"``, the exchange among the teams.
         cost: what ``balanced`` minimises; the same on all ranks.
 
@@ -63,7 +64,7 @@ class BatchPlan:
             raise UserError(f"sp_size = {sp_size}: at least one rank holds the window")
         self.windows = tuple(windows)
         self.sp_size = sp_size
-        self.exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size)
+        self._exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size)
         self.num_teams = sp_size // self.ulysses
         self.length = max(window.num_tokens for window in windows)
         self.layouts = tuple(resolve_layout(layout, window) for window in self.windows)
@@ -101,6 +102,14 @@ class BatchPlan:
     def need(self) -> np.ndarray:
         """bool (P / U, n): which team needs which foreign piece."""
         return needed(self.pieces, self.num_teams)
+
+    @cached_property
+    def exchange(self) -> str:
+        """How rows travel among teams: ``ring`` or ``gather``; ``auto`` has been decided."""
+        if self._exchange != "auto":
+            return self._exchange
+        shard_rows = self.batch_size * self.local_length * self.ulysses
+        return choose_exchange(self.pieces, self.need, shard_rows)
 
     def local_indices(self, rank: int, window: int) -> np.ndarray:
         """int64 (S,): the tokens of a padded window that ``rank`` holds, in row order."""
@@ -164,4 +173,4 @@ def _resolve_exchange(exchange: str, ulysses: int, sp_size: int) -> tuple[str, i
                 "swap heads; leave ulysses out, or use exchange 'hybrid'"
             )
         return "ring", sp_size
-    return ("ring" if exchange in ("auto", "hybrid") else exchange), ulysses
+    return ("ring" if exchange == "hybrid" else exchange), ulysses

@@ -134,7 +134,7 @@ def test_needed_rows_are_the_minimum(lengths, mode, layout, sp_size):
 @given(documents, st.sampled_from(MODES), st.sampled_from(LAYOUTS), st.sampled_from([2, 3, 4, 8]))
 def test_a_row_travels_only_as_far_as_it_is_needed(lengths, mode, layout, sp_size):
     """Each row takes max(distance of the ranks that need it) hops, and comes back once a user."""
-    plan = BatchPlan([window_of(lengths, mode)], sp_size, layout)
+    plan = BatchPlan([window_of(lengths, mode)], sp_size, layout, "ring")
     hops = returns = 0
     for piece in range(len(plan.pieces)):
         users = np.flatnonzero(plan.need[:, piece])
@@ -156,7 +156,7 @@ def test_documents_that_lie_on_one_rank_cost_one_anchor_row():
 
 
 def test_full_mode_on_a_zigzag_layout_is_the_classic_ring():
-    plan = BatchPlan([window_of([64], "full")], 4, "zigzag")
+    plan = BatchPlan([window_of([64], "full")], 4, "zigzag", "ring")
     # Three hops of two chunks of 8 rows, less the last chunk: it is nobody's past, so rank 0's
     # share never leaves it, and ranks 0, 1 and 2 each have one hop of 8 rows less.
     assert [plan.rank(rank).forward_rows_sent for rank in range(4)] == [40, 40, 40, 48]
@@ -184,3 +184,13 @@ def test_unknown_names_are_refused_with_the_nearest_known_one():
         BatchPlan([window], 2, "zigzag", "rings")
     with pytest.raises(UserError, match="at least one window"):
         BatchPlan([], 2)
+
+
+def test_auto_gathers_documents_and_rings_a_full_window():
+    """Gather where a rank needs at most the two shards that a ring would hold, else ring."""
+    lengths = [20] * 13
+    assert BatchPlan([window_of(lengths, "anchor")], 8).exchange == "gather"
+    assert BatchPlan([window_of(lengths, "full")], 8).exchange == "ring"
+    assert BatchPlan([window_of(lengths, "full")], 2).exchange == "gather"
+    assert BatchPlan([window_of(lengths, "full")], 8, ulysses=4).exchange == "gather"
+    assert BatchPlan([window_of(lengths, "anchor")], 8, exchange="ring").exchange == "ring"
