@@ -67,7 +67,9 @@ class BatchPlan:
         self._exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size)
         self.num_teams = sp_size // self.ulysses
         self.length = max(window.num_tokens for window in windows)
-        self.layouts = tuple(resolve_layout(layout, window) for window in self.windows)
+        self.layouts = tuple(
+            resolve_layout(layout, window, self.num_teams) for window in self.windows
+        )
         self.padded_length = max(
             padded_length(self.length, name, sp_size, self.num_teams) for name in self.layouts
         )

@@ -42,11 +42,12 @@ def zigzag(padded_length: int, sp_size: int) -> np.ndarray:
     return join_runs(runs)
 
 
-def resolve_layout(layout: str, window: Window) -> str:
+def resolve_layout(layout: str, window: Window, num_teams: int) -> str:
     """The layout that a window gets under the name a user gave.
 
     ``auto`` is ``balanced``; and where every token sees all before it, ``balanced`` is ``zigzag``,
-    which then divides the work evenly and moves what any even layout must. Logged once.
+    which then divides the work evenly and moves what any even layout must. Logged once. With one
+    team there is nothing to lay out.
 
     Raises:
         UserError: there is no layout of that name.
@@ -55,6 +56,8 @@ def resolve_layout(layout: str, window: Window) -> str:
         near = difflib.get_close_matches(layout, LAYOUTS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(f"layout {layout!r}: must be one of auto, {', '.join(LAYOUTS)}{hint}")
+    if num_teams == 1:
+        return "contiguous"
     if layout not in ("auto", "balanced"):
         return layout
     mode = window.mode
