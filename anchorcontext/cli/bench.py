@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.errors import UserError
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -59,4 +60,82 @@ def layouts(seed: int, markdown: Path | None) -> Outcome:
     return Outcome(results)
 
 
+@plain_command
+@click.option("--window", default=65536, metavar="L", show_default=True, help="Tokens.")
+@click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
+@click.option("--heads", default="8/2", metavar="Q/KV", show_default=True, help="Heads.")
+@click.option("--head-dim", default=64, metavar="D", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--threads", default=1, metavar="N", show_default=True, help="CPU threads.")
+@click.option("--repeats", default=3, metavar="N", show_default=True)
+@click.option("--seed", default=0, metavar="N", show_default=True, help="Which window of the mix.")
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Write the table into its section of PATH, docs/benchmarks.md.",
+)
+def modes(
+    window: int,
+    mix: str,
+    heads: str,
+    head_dim: int,
+    dtype: str,
+    threads: int,
+    repeats: int,
+    seed: int,
+    markdown: Path | None,
+) -> Outcome:
+    """Time one layer's attention on this device in every mode, against full attention."""
+    import datetime
+    import platform
+
+    import torch
+
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.bench.modes import HEADERS, bench_modes, modes_markdown, table_rows
+
+    num_heads, num_kv_heads = _heads(heads)
+    torch.set_num_threads(threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    results = bench_modes(
+        window_tokens=window,
+        mix=mix,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+        device=device,
+        repeats=repeats,
+        seed=seed,
+    )
+    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    setting = (
+        f"{window:,} tokens, {results[0].documents} documents of the mix {mix}, {num_heads} query "
+        f"and {num_kv_heads} key/value heads of {head_dim}, {dtype}, {name}, {threads} thread(s), "
+        f"{datetime.date.today()}."
+    )
+    echo_table(table_rows(results), HEADERS, title=setting)
+    if markdown is not None and is_main_rank():
+        line = (
+            f"anchorcontext bench modes --window {window} --mix {mix} --heads {heads} "
+            f"--head-dim {head_dim} --dtype {dtype} --threads {threads} --markdown {markdown}"
+        )
+        write_section(markdown, "modes", modes_markdown(results, setting, line))
+        echo(f"written to {markdown}")
+    return Outcome(results)
+
+
+def _heads(text: str) -> tuple[int, int]:
+    """``8/2`` -> 8 query and 2 key/value heads."""
+    parts = text.split("/")
+    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UserError(f"--heads {text}: give query/key heads, as in 8/2")
+    num_heads, num_kv_heads = map(int, parts)
+    if num_heads % num_kv_heads:
+        raise UserError(f"--heads {text}: key/value heads must divide query heads, as in 8/2")
+    return num_heads, num_kv_heads
+
+
 command.add_command(layouts, "layouts")
+command.add_command(modes, "modes")
