@@ -42,7 +42,7 @@ from typing import Any
 
 import click
 
-from anchorcontext.errors import UserError
+from anchorcontext.errors import UserError, writing
 
 USER_ERROR_STATUS = 2
 # A launcher kills all ranks as soon as one has ended, so the silent ranks let rank 0 speak first.
@@ -100,7 +100,8 @@ def run_command(body: Callable[[], Any], json_path: Path | None = None) -> int:
         result = body()
         outcome = result if isinstance(result, Outcome) else Outcome(result)
         if json_path is not None and is_main_rank():
-            write_json(json_path, outcome.report)
+            with writing("--json", json_path):
+                write_json(json_path, outcome.report)
         return outcome.exit_code
     except UserError as error:
         _tell_elastic_agent(error)

@@ -170,14 +170,14 @@ def _exchange(config: Config) -> Iterator[Problem]:
         yield Problem(
             "attention.ulysses",
             ulysses,
-            f"divides parallel.sp = {sp}",
+            f"must divide parallel.sp = {sp}",
             f"use one of {[n for n in range(1, sp + 1) if sp % n == 0]}",
         )
     elif exchange == "hybrid" and not 1 < ulysses < sp:
         yield Problem(
             "attention.ulysses",
             ulysses,
-            f"is between 1 and parallel.sp = {sp} for attention.exchange = 'hybrid'",
+            f"must lie between 1 and parallel.sp = {sp}, for attention.exchange = 'hybrid'",
             "set it to the ranks of a node, or choose ring, gather or ulysses",
         )
     elif exchange == "ulysses" and ulysses not in (1, sp):

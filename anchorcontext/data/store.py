@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from ..errors import UserError
+from ..errors import UserError, writing
 from ..modes import Mode
 from ..window import Window
 
@@ -285,7 +285,8 @@ def build_folder(path: Path) -> Iterator[Builder]:
     """
     check_replaceable(path)
     beside = path.with_name(path.name + ".incomplete")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with writing("data.path", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
     with _lock(path.with_name(path.name + ".lock"), path):
         shutil.rmtree(beside, ignore_errors=True)
         beside.mkdir()
@@ -318,7 +319,9 @@ def _is_empty_folder(path: Path) -> bool:
 @contextmanager
 def _lock(file: Path, path: Path) -> Iterator[None]:
     """Held by one process; the system releases it when that process ends, however it ends."""
-    with file.open("w") as handle:
+    with writing("data.path", path):
+        handle = file.open("w")
+    with handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # The holder before us may have unlinked the very file that we opened.

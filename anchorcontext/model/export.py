@@ -78,7 +78,9 @@ def export_model(
     """
     out = Path(out_dir)
     if out.exists() and not overwrite:
-        raise UserError(f"{out} exists: choose another folder, or allow it to be replaced")
+        raise UserError(
+            f"{out} exists: choose another folder, or allow it to be replaced (--overwrite)"
+        )
     dtype = dtype or _dtype_of(config, state_dict)
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..errors import UserError
@@ -105,9 +106,14 @@ def _read(path: str) -> PreTrainedConfig:
             f"model.path = {path}: the folder has no config.json; give a Hugging Face model folder "
             "(`anchorcontext import-gguf` makes one from a GGUF file)"
         )
+    if not Path(path).exists() and path.startswith(("/", ".", "~")):
+        raise UserError(
+            f"model.path = {path}: there is no such folder; give one that holds config.json and "
+            "safetensors, or a hub name"
+        )
     try:
         return AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(
             f"model.path = {path}: no model config could be read there ({error}); give a folder "
             "that holds config.json and safetensors"
@@ -129,8 +135,11 @@ def _fresh(section: ModelSection, vocab_size: int | None) -> PreTrainedConfig:
             )
     try:
         config = AutoConfig.for_model(model_type, **keys)
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"model.scratch: transformers refuses it ({error})") from error
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"model.scratch: transformers refuses it ({reason}); mend these keys"
+        ) from error
     unknown = sorted(set(keys) - set(type(config)().to_dict()) - {"rope_theta", "rope_scaling"})
     if unknown:
         raise UserError(

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 from ..config import Config, load_config, save_config
+from ..errors import writing
 from ..parity.check import check_logits
 from ..watch.flops import model_shape, peak_flops
 from ..watch.metrics import LocalStep, StepMeter, StepRecord, gather_steps, make_record
@@ -47,7 +48,8 @@ class Trainer:
         )
         with self.control.together("writing the run folder"):
             if self.control.rank == 0:
-                save_config(config, self.job.run_dir / "config.yaml")
+                with writing("run.output_dir", config.run.output_dir):
+                    save_config(config, self.job.run_dir / "config.yaml")
         self.sinks = build_sinks(
             config,
             self.job.run_dir,

@@ -113,6 +113,13 @@ def test_the_report_is_written_whatever_the_status(config_path: Path, tmp_path: 
         report.unlink()
 
 
+def test_a_report_that_cannot_be_written_is_a_users_mistake(config_path: Path) -> None:
+    report = config_path / "report.json"  # below a file
+    result = CliRunner().invoke(command, [str(config_path), "--json", str(report)])
+    assert result.exit_code == 2
+    assert result.stderr.startswith(f"error: --json = '{report}': cannot be written (")
+
+
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID"])
 def test_only_rank_0_prints_and_writes(
     config_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str

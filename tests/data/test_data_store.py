@@ -97,6 +97,15 @@ def test_rows_lost_at_a_batch_edge_are_noticed(tmp_path):
         WindowDataset(tmp_path / "whole")
 
 
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with (
+        pytest.raises(UserError, match=r"data\.path = .*file/prepared.* cannot be written"),
+        build_folder(tmp_path / "file" / "prepared"),
+    ):
+        pass
+
+
 def test_another_format_version_is_refused(tmp_path):
     write(tmp_path / "d")
     meta = tmp_path / "d" / "meta.json"

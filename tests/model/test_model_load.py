@@ -130,7 +130,8 @@ def test_contradicting_bases_in_the_folder_are_an_error(folder):
         ({"scratch": {**SCRATCH, "hiden_size": 3}}, "hiden_size"),
         ({"scratch": {**SCRATCH, "vocab_size": 50}}, "tokenizer of 100"),
         ({"scratch": {**SCRATCH, "model_type": "mistral"}}, "sliding_window = 4096"),
-        ({"path": "/nowhere/at/all"}, "/nowhere/at/all"),
+        ({"scratch": {**SCRATCH, "num_attention_heads": 5}}, "not a multiple of the number of att"),
+        ({"path": "/nowhere/at/all"}, "/nowhere/at/all: there is no such folder"),
     ],
 )
 def test_what_cannot_be_built_is_refused(values, named):
