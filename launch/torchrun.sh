@@ -23,6 +23,8 @@ fi
 gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l; }
 RANKS="${RANKS:-$(gpus)}"
 NODES="${NODES:-1}"
+# Without an active environment the checkout's own is taken.
+[ -n "${BIN:-}" ] || command -v torchrun > /dev/null || BIN="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin"
 launcher="${BIN:+$BIN/}torchrun"
 
 if [ "$NODES" -gt 1 ]; then

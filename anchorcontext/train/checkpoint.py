@@ -23,7 +23,9 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Iterator
+import zipfile
+import zlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -117,6 +119,24 @@ def read_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
+def damage(files: Iterable[Path]) -> str | None:
+    """What is wrong with the first of ``files`` whose content is not what was written.
+
+    torch writes zip archives with a CRC-32 of every member; a flipped bit keeps the size.
+    """
+    for file in sorted(files):
+        if file.suffix != ".pt":
+            continue
+        try:
+            with zipfile.ZipFile(file) as archive:
+                member = archive.testzip()
+        except (OSError, zipfile.BadZipFile, zlib.error, EOFError) as error:
+            return f"{file} cannot be read: {error}"
+        if member is not None:
+            return f"{file}: {member} does not match its checksum"
+    return None
+
+
 def check_layout(checkpoint: Checkpoint, layout: WorldLayout) -> None:
     """Refuse a checkpoint whose shards are cut for other ranks.
 
@@ -168,22 +188,37 @@ class CheckpointStore:
         return final
 
     def latest(self) -> Checkpoint | None:
-        """The complete checkpoint with the highest step; torn ones are named in the log.
+        """The intact checkpoint with the highest step; torn and damaged ones are named in the log.
 
-        Rank 0 looks and tells the others, so that no two ranks resume from different ones.
+        Rank 0 looks and tells the others, so that no two ranks resume from different ones; each
+        rank reads the files it wrote once, against their checksums.
+
+        Raises:
+            UserError: there are complete checkpoints, and every one of them is damaged.
         """
-        path = None
+        paths: list[Path] = []
         with self.control.together(f"looking for checkpoints in {self.folder}"):
             if self.control.rank == 0:
                 complete, torn = find_checkpoints(self.folder)
                 for reason in torn:
                     logger.warning("ignoring an incomplete checkpoint: %s", reason)
-                path = complete[-1].path if complete else None
-        path = self.control.from_first(path)
-        found = None
-        with self.control.together("reading the checkpoint"):
-            found = None if path is None else read_checkpoint(path)
-        return found
+                paths = [checkpoint.path for checkpoint in reversed(complete)]
+        paths = self.control.from_first(paths)
+        for path in paths:
+            with self.control.together("reading the checkpoint"):
+                found = read_checkpoint(path)
+                mine = damage(_files_of_rank(path, self.control.rank))
+            damaged = [reason for reason in self.control.gather(mine) if reason]
+            if not damaged:
+                return found
+            if self.control.rank == 0:
+                logger.warning("ignoring a damaged checkpoint: %s", damaged[0])
+        if paths:
+            raise UserError(
+                f"{self.folder}: every checkpoint is damaged ({damaged[0]}); restore one from a "
+                "copy, or remove the folder to start anew"
+            )
+        return None
 
     def load(self, engine: DeepSpeedEngine, checkpoint: Checkpoint) -> dict[str, Any]:
         """Put engine, schedule and random number generators into the saved state.

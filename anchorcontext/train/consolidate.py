@@ -14,7 +14,7 @@ import torch
 
 from ..errors import UserError
 from ..model.train_model import PREFIX
-from .checkpoint import ENGINE_TAG, Checkpoint, read_checkpoint
+from .checkpoint import ENGINE_TAG, Checkpoint, damage, read_checkpoint
 from .launch import tell_deepspeed_the_accelerator
 
 if TYPE_CHECKING:
@@ -31,9 +31,12 @@ def load_consolidated_state_dict(checkpoint_dir: str | Path) -> dict[str, torch.
     share memory. Needs no process group and no GPU.
 
     Raises:
-        UserError: the folder holds no complete checkpoint.
+        UserError: the folder holds no complete checkpoint, or a damaged one.
     """
     checkpoint = read_checkpoint(Path(checkpoint_dir))
+    reason = damage(checkpoint.path.rglob("*.pt"))
+    if reason is not None:
+        raise UserError(f"damaged checkpoint: {reason}; take another one, or restore a copy")
     if checkpoint.layout.zero_stage == 0:
         weights = _unsharded(checkpoint)
     elif _is_bf16_optimizer(checkpoint):

@@ -13,6 +13,7 @@ import torch
 
 from ..config import Config
 from ..data import Loader, WindowDataset
+from ..data.agreement import check_prepared
 from ..errors import UserError
 from ..model import TrainModel, build_model, verify_rope
 from ..parallel import Mesh, build_mesh
@@ -112,9 +113,10 @@ def open_dataset(config: Config) -> WindowDataset:
     """The prepared windows of the config.
 
     Raises:
-        UserError: there are none, or they have another length than the config says.
+        UserError: there are none, or they were prepared differently than the config says.
     """
     dataset = WindowDataset(config.data.path)
+    check_prepared(dataset, config)
     if dataset.window_tokens != config.data.window_tokens:
         raise UserError(
             f"data.window_tokens = {config.data.window_tokens}, but {dataset.path} was prepared "

@@ -129,6 +129,30 @@ def test_torn_checkpoints_are_ignored_and_named(tiny):
     assert f"resumed from {paths[1]}" in text
 
 
+def flip_bits(path):
+    """Damage that keeps the size."""
+    content = bytearray(path.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
+    path.write_bytes(content)
+
+
+def test_damage_that_keeps_the_size_is_found_by_its_checksum(tiny):
+    config = tiny(checkpoint={"keep": 3})
+    paths = run_distributed(several_saves, 1, config)[0]
+    weights = next(paths[-1].glob("engine/*model_states.pt"))
+    flip_bits(weights)
+    step, messages = run_distributed(latest, 1, config, None)[0]
+    assert step == 3, "the previous good one is taken"
+    assert any("damaged" in text and weights.name in text for text in messages)
+    with pytest.raises(UserError, match=r"damaged checkpoint: .*model_states\.pt"):
+        load_consolidated_state_dict(paths[-1])
+    for path in paths[1:-1]:
+        flip_bits(next(path.glob("engine/*model_states.pt")))
+    with pytest.raises(RuntimeError, match="every checkpoint is damaged"):
+        run_distributed(latest, 1, config, None)
+
+
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
     (tmp_path / "step-000001").mkdir()
     with pytest.raises(UserError, match=r"manifest\.json cannot be read"):
