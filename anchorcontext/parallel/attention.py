@@ -7,8 +7,8 @@ rows of shape (2, Hkv, D).
 
 Forward, on every rank: while the tiles of step s are computed, the rows of step s+1 travel; results
 are merged in fp32 by log-sum-exp. The anchor, seen by every query outside its own document, is one
-more key merged last: with ``s = scale * q . k0`` it is the exact rank-1 correction of DESIGN
-section 4 (AnchorAttention: arXiv 2411.13476).
+more key merged last: with ``s = scale * q . k0`` it is the exact rank-1 correction
+derived in :mod:`anchorcontext.kernels.merge` (AnchorAttention: arXiv 2411.13476).
 
 Backward needs only the merged (out, LSE): each step's tile gradients are then independent. Keys
 travel again instead of being stored, so memory stays O(L / P); gradients of foreign rows go

@@ -39,14 +39,12 @@ def shard(
         UserError: the windows are not those of the plan.
     """
     batch = [windows] if isinstance(windows, Window) else list(windows)
-    if len(batch) != plan.batch_size or any(
-        mine is not planned and mine.num_tokens != planned.num_tokens
-        for mine, planned in zip(batch, plan.windows, strict=False)
-    ):
+    if len(batch) != plan.batch_size or not all(map(_same_documents, batch, plan.windows)):
         raise UserError(
             f"{len(batch)} windows of {[w.num_tokens for w in batch]} tokens for a plan of "
-            f"{plan.batch_size} of {[w.num_tokens for w in plan.windows]}: shard the windows the "
-            "plan was made for, or make a plan for these"
+            f"{plan.batch_size} of {[w.num_tokens for w in plan.windows]}: number, mode and "
+            "documents must be the plan's, which masks by them; shard the windows the plan was "
+            "made for, or make a plan for these"
         )
     rows = [plan.data.local_indices(plan.sp_rank, index) for index in range(len(batch))]
 
@@ -93,6 +91,15 @@ def unshard(local: torch.Tensor, plan: Plan) -> torch.Tensor:
         back = torch.from_numpy(np.argsort(order)[: plan.length]).to(local.device)
         windows.append(whole[index].index_select(0, back))
     return torch.stack(windows)
+
+
+def _same_documents(window: Window, planned: Window) -> bool:
+    """Whether a plan made for ``planned`` masks ``window`` rightly; the tokens may differ."""
+    return window is planned or (
+        window.mode == planned.mode
+        and np.array_equal(window.cu_seqlens, planned.cu_seqlens)
+        and np.array_equal(window.segment_docs, planned.segment_docs)
+    )
 
 
 def _pad(values: np.ndarray, length: int, fill: int, name: str) -> np.ndarray:

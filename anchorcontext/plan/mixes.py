@@ -1,8 +1,8 @@
 """Named mixes of document lengths, for benchmarks and for planning without data.
 
-Sources, their shares of the tokens and their median lengths are those of SlimPajama (DESIGN section
-9). Lengths within a source are log-normal about the median with ``SIGMA`` = 1, an assumption: web
-text is close to it (mean / median = 1.65). A window is filled with documents drawn at random, each
+Sources, their shares of the tokens and their median lengths are rounded figures for SlimPajama.
+Lengths within a source are log-normal about the median with ``SIGMA`` = 1, an assumption: web text
+is close to it (mean / median = 1.65). A window is filled with documents drawn at random, each
 source as often as its share of *tokens* asks for; the last document is cut at the window's end.
 """
 

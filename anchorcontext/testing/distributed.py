@@ -115,7 +115,6 @@ def _wait(ranks: list[Any], folder: str, timeout: float) -> None:
         if any(process.exitcode not in (None, 0) for process in ranks):
             break
         time.sleep(0.005)
-    time.sleep(0.0)
     errors = []
     for rank in range(len(ranks)):
         path = os.path.join(folder, f"error-{rank}")

@@ -64,7 +64,7 @@ def tiny_model(
 
 
 def tiny_llama(**options: Any) -> PreTrainedModel:
-    """The tiny LLaMA of HAZARDS: 21 tensors, fp32, untied, seed 0."""
+    """The tiny LLaMA of the tests: 21 tensors, fp32, untied, seed 0."""
     return tiny_model("llama", **options)
 
 

@@ -151,6 +151,19 @@ def test_the_bf16_error_does_not_grow_with_the_ranks():
             assert split < 1.1 * alone, (name, sp, errors)
 
 
+def test_shard_refuses_windows_that_the_plan_would_mask_wrongly():
+    window = Window.from_documents([range(7), range(9)], anchor_id=0)
+    plan = make_plan(window)
+    shard(Window(window.input_ids + 1, window.cu_seqlens), plan)  # other tokens are no matter
+    for other in (
+        Window.from_documents([range(8), range(8)], anchor_id=0),
+        window.with_mode("intra_doc"),
+        [window, window],
+    ):
+        with pytest.raises(UserError, match="shard the windows the plan was made for"):
+            shard(other, plan)
+
+
 def test_attention_refuses_tensors_that_do_not_fit():
     plan = make_plan(window_of(16))
     q, k = torch.zeros(1, 4, 16, 8), torch.zeros(1, 2, 16, 8)
