@@ -54,6 +54,8 @@ setup(
         # pip install --no-build-isolation 'anchorcontext[gpu]'. Without it torch's own varlen
         # flash attention is used.
         "gpu": ["triton>=3.6", "flash-attn>=2.8"],
+        # attention.backend: ring_flash_attn; declares no dependencies, calls flash-attn.
+        "ring-flash-attn": ["ring-flash-attn==0.1.8"],
         "eval": ["lm_eval[hf]>=0.4.13", "wonderwords>=2.2", "nltk>=3.9"],
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.18"],
@@ -66,6 +68,7 @@ setup(
             "pytest>=8.3",
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
+            "ring-flash-attn==0.1.8",
             "ruff==0.17.6",  # another version formats differently
             "setuptools>=77",
             "wheel>=0.45",
