@@ -47,12 +47,16 @@ ENGINES: dict[str, str] = {
 
 
 class _EngineClass(Protocol):
+    exact: bool
+
     def __call__(self) -> Engine: ...
 
     def why_not(self, device: torch.device, dtype: torch.dtype) -> str | None: ...
 
 
-def get_engine(name: str = "auto", *, device: torch.device, dtype: torch.dtype) -> Engine:
+def get_engine(
+    name: str = "auto", *, device: torch.device, dtype: torch.dtype, exact: bool = False
+) -> Engine:
     """The engine that computes attention on ``device`` for queries and keys of ``dtype``.
 
     Args:
@@ -60,38 +64,53 @@ def get_engine(name: str = "auto", *, device: torch.device, dtype: torch.dtype) 
             chose, and why, is logged once per device and dtype.
         device: where q, k and v live.
         dtype: dtype of q, k and v.
+        exact: whether it must serve exact tile lists (`Tiles`).
 
     Raises:
         UserError: the name is unknown, or the engine cannot serve the device or dtype.
     """
     device = torch.device(device)
     if name == "auto":
-        return _engine_class(_choose(device, dtype))()
+        return _engine_class(_choose(device, dtype, exact))()
     if name not in ENGINES:
         close = difflib.get_close_matches(name, ["auto", *ENGINES], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "use 'auto' to let the device decide."
         known = ", ".join(["auto", *ENGINES])
         raise UserError(f"unknown attention engine {name!r}: it must be one of {known}; {hint}")
-    engine = _engine_class(name)
-    reason = engine.why_not(device, dtype)
-    if reason is not None:
-        able = [other for other, why in engine_report(device, dtype).items() if why is None]
-        fix = f"use 'auto' or {', '.join(able)}" if able else "use a floating-point dtype"
+    report = engine_report(device, dtype, exact)
+    if report[name] is not None:
+        able = [other for other, why in report.items() if why is None]
+        fix = f"use 'auto' or {', '.join(able)}" if able else _no_engine_fix(exact)
         raise UserError(
-            f"attention engine {name!r} cannot serve {dtype} on {device.type}: {reason}; {fix}."
+            f"attention engine {name!r} cannot serve {dtype} on {device.type}: {report[name]}; "
+            f"{fix}."
         )
-    return engine()
+    return _engine_class(name)()
 
 
-def engine_report(device: torch.device, dtype: torch.dtype) -> dict[str, str | None]:
+def engine_report(
+    device: torch.device, dtype: torch.dtype, exact: bool = False
+) -> dict[str, str | None]:
     """For every engine: why it cannot serve ``device`` and ``dtype``, or None when it can."""
-    return {name: _engine_class(name).why_not(device, dtype) for name in ENGINES}
+    return {name: _why_not(_engine_class(name), device, dtype, exact) for name in ENGINES}
+
+
+def _why_not(
+    engine: _EngineClass, device: torch.device, dtype: torch.dtype, exact: bool
+) -> str | None:
+    if exact and not engine.exact:
+        return "it has no exact setting"
+    return engine.why_not(device, dtype)
+
+
+def _no_engine_fix(exact: bool) -> str:
+    return "leave exact out" if exact else "use a floating-point dtype"
 
 
 @functools.cache
-def _choose(device: torch.device, dtype: torch.dtype) -> str:
+def _choose(device: torch.device, dtype: torch.dtype, exact: bool) -> str:
     passed_over: list[str] = []
-    for name, reason in engine_report(device, dtype).items():
+    for name, reason in engine_report(device, dtype, exact).items():
         if reason is None:
             why = "; ".join(passed_over) or "the fastest one for this device"
             logger.info("attention engine %r for %s on %s (%s)", name, dtype, device.type, why)
@@ -99,7 +118,7 @@ def _choose(device: torch.device, dtype: torch.dtype) -> str:
         passed_over.append(f"not {name!r}: {reason}")
     raise UserError(
         f"no attention engine serves {dtype} on {device.type} ({'; '.join(passed_over)}); "
-        "use a floating-point dtype."
+        f"{_no_engine_fix(exact)}."
     )
 
 

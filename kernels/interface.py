@@ -31,11 +31,16 @@ class Tiles:
     rows before ``k_stop - i``, so ``k_stop - k_start >= q_stop - q_start``. No tile is empty. Two
     tiles may share query rows (their results are merged) but never the same (query, key) pair.
 
+    ``exact`` asks that the result of a row in ``forward`` has the same bits whichever other rows
+    share the call, so that ranks that hold parts of a document give what one device gives. All
+    keys of a query row are then in one causal tile that starts with the first key of its document.
+
     Compared by identity: an engine may cache on the object what it derives from it (index tensors
     on the device, block masks) in ``cache``.
     """
 
     array: np.ndarray
+    exact: bool = False
     cache: dict = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -44,6 +49,7 @@ class Tiles:
         assert (array >= 0).all(), "tile rows are never negative"
         assert (queries > 0).all() and (keys > 0).all(), "a tile is never empty"
         assert ((array[:, 4] == 0) | (keys >= queries)).all(), "a causal tile has a key per query"
+        assert not self.exact or (array[:, 4] == 1).all(), "an exact tile is causal"
         array.setflags(write=False)
         object.__setattr__(self, "array", array)
 
@@ -84,6 +90,8 @@ class Engine(Protocol):
     """Computes a tile list on one device. Engines hold no state between calls."""
 
     name: str
+    exact: bool
+    """Whether forward can serve tile lists that are ``exact``."""
 
     def forward(
         self,

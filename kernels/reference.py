@@ -20,6 +20,7 @@ class ReferenceEngine:
     """Dense attention over a tile list; see `Engine` for the two methods' contract."""
 
     name = "reference"
+    exact = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:

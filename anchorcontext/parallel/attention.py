@@ -33,7 +33,7 @@ from anchorcontext.kernels import (
 from ..errors import UserError
 from ..plan import Step, Transfer, check_heads
 from .plan import Plan
-from .transfer import Exchange, add_, put_
+from .transfer import Exchange, add_, put_, take
 from .ulysses import heads_to_tokens, tokens_to_heads
 
 
@@ -141,6 +141,10 @@ def _backward(
             # Added one step late, so that a return travels while the next step computes.
             _add_returns_(dkv, returning)
             returning = Exchange(step.returns, d_step, plan.peers, meter)
+            if not plan.overlap:
+                returning.wait()
+            if step.kept is not None:
+                add_(dkv, step.kept[0], take(d_step, step.kept[1]))
     anchors = keys.anchors()
     d_anchors = torch.zeros(anchors.shape, dtype=dtype, device=q.device)
     with meter.computing():
@@ -157,14 +161,15 @@ def _backward(
 class _KeyTravel:
     """The keys of a plan's steps, in order: yields (step, k (M, Hkv, D), v (M, Hkv, D)).
 
-    While the caller computes on one step's rows, the next step's travel. Anchors travel from the
-    first step on and are asked for at the end.
+    While the caller computes on one step's rows, the next step's travel (unless the plan says not
+    to overlap). Anchors travel from the first step on and are asked for at the end.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
         self._k, self._v, self._plan = k, v, plan
-        travels = len(plan.mine.steps) > 1 or plan.mine.anchors.num_anchors > 0
-        self._own = torch.stack([k, v], dim=1) if travels and plan.peers is not None else None
+        sent = plan.peers is not None and plan.mine.anchors.num_anchors > 0
+        needed = sent or len(plan.mine.steps) > 1
+        self._own = torch.stack([k, v], dim=1) if needed else None
         self._anchor_exchange = self._post(plan.mine.anchors.broadcast, self._own)
 
     def __iter__(self) -> Iterator[tuple[Step, torch.Tensor, torch.Tensor]]:
@@ -178,6 +183,8 @@ class _KeyTravel:
                 return
             assert held is not None, "a plan of several steps has peers"
             incoming = self._post(following.incoming, held)
+            if incoming is not None and not self._plan.overlap:
+                incoming.wait()
             yield step, k, v
             held = self._assemble(following, incoming, held)
             k, v = held[:, 0], held[:, 1]
@@ -202,11 +209,13 @@ class _KeyTravel:
 
     def _assemble(self, step: Step, incoming: Exchange | None, held: torch.Tensor) -> torch.Tensor:
         assert incoming is not None
-        arrived = incoming.wait()
-        if len(arrived) == 1 and arrived[0].shape[0] == step.num_rows:
+        arrived, receives = incoming.wait(), step.incoming.receives
+        if len(receives) == 1 and receives[0].rows.covers(step.num_rows):
             return arrived[0]
         buffer = held.new_empty((step.num_rows, *held.shape[1:]))
-        for message, rows in zip(step.incoming.receives, arrived, strict=True):
+        if step.kept is not None:
+            put_(buffer, step.kept[1], take(held, step.kept[0]))
+        for message, rows in zip(receives, arrived, strict=True):
             put_(buffer, message.rows, rows)
         return buffer
 

@@ -28,13 +28,20 @@ class Plan:
         peers: the ranks this one exchanges rows with, None without any.
         team: the ranks this one swaps heads with (ulysses), None without any.
         group: the SP group, None on a single device.
+        overlap: whether rows travel while tiles are computed.
         meter: bytes and seconds spent so far under this plan.
     """
 
     def __init__(
-        self, data: BatchPlan, group: dist.ProcessGroup | None = None, engine: str = "auto"
+        self,
+        data: BatchPlan,
+        group: dist.ProcessGroup | None = None,
+        engine: str = "auto",
+        *,
+        overlap: bool = True,
     ) -> None:
         self.data = data
+        self.overlap = overlap
         self.group = group
         self.sp_size = data.sp_size
         self.sp_rank = dist.get_rank(group) if group is not None else 0
@@ -74,7 +81,9 @@ class Plan:
         """The engine that computes tiles of ``dtype`` on ``device``."""
         key = (device, dtype)
         if key not in self._engines:
-            self._engines[key] = get_engine(self._engine_name, device=device, dtype=dtype)
+            self._engines[key] = get_engine(
+                self._engine_name, device=device, dtype=dtype, exact=self.data.exact
+            )
         return self._engines[key]
 
     def team_order(self, device: torch.device) -> torch.Tensor | None:
@@ -127,6 +136,8 @@ def make_plan(
     ulysses: int = 1,
     engine: str = "auto",
     cost: CostModel | None = None,
+    exact: bool = False,
+    overlap: bool = True,
     verify: bool = True,
 ) -> Plan:
     """Plan one micro-batch for this rank.
@@ -139,6 +150,10 @@ def make_plan(
         ulysses: ranks of a team that swap heads (:class:`~anchorcontext.plan.BatchPlan`).
         engine: the kernel engine's name, ``"auto"`` for the best one that serves the tensors.
         cost: what the layout ``balanced`` minimises; default: an 8B model on H100s.
+        exact: forward has the same bits on any number of ranks, one included; rows travel by
+            ``"gather"`` (:mod:`anchorcontext.plan.exact`).
+        overlap: compute on one step's rows while the next step's travel; False: wait for them
+            first, to see what overlapping saves (same results, bit for bit).
         verify: compare the plan's fingerprint over the group (one tiny all-gather) and raise on
             every rank when the ranks were given different windows.
 
@@ -148,9 +163,9 @@ def make_plan(
     batch = [windows] if isinstance(windows, Window) else list(windows)
     sp_size = dist.get_world_size(sp_group) if sp_group is not None else 1
     if sp_group is not None and verify and sp_size > 1:
-        _check_agreement(batch, f"{layout} {exchange} {ulysses} {cost}", sp_group)
-    data = BatchPlan(batch, sp_size, layout, exchange, ulysses, cost)
-    return Plan(data, sp_group if sp_size > 1 else None, engine)
+        _check_agreement(batch, f"{layout} {exchange} {ulysses} {cost} {exact}", sp_group)
+    data = BatchPlan(batch, sp_size, layout, exchange, ulysses, cost, exact)
+    return Plan(data, sp_group if sp_size > 1 else None, engine, overlap=overlap)
 
 
 def _peers(

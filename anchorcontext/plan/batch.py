@@ -13,6 +13,7 @@ from ..window import Window
 from .anchors import plan_anchors
 from .choice import choose_exchange
 from .cost import CostModel
+from .exact import exact_steps
 from .gather import gather_steps
 from .heads import heads_per_rank
 from .layout import layout_runs, padded_length, resolve_layout
@@ -44,9 +45,12 @@ class BatchPlan:
             among the teams) or ``"auto"`` (:mod:`~anchorcontext.plan.choice`).
         ulysses: U; also with ``"ring"`` and ``"gather"``, the exchange among the teams.
         cost: what ``balanced`` minimises; the same on all ranks.
+        exact: forward has the same bits for every P (:mod:`~anchorcontext.plan.exact`); rows travel
+            by ``"gather"``.
 
     Raises:
-        UserError: no windows, an unknown layout or exchange, or a U that does not divide P.
+        UserError: no windows, an unknown layout or exchange, a U that does not divide P, or
+            ``exact`` with a ring.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class BatchPlan:
         exchange: str = "auto",
         ulysses: int = 1,
         cost: CostModel | None = None,
+        exact: bool = False,
     ) -> None:
         if not windows:
             raise UserError("windows is empty: a micro-batch holds at least one window")
@@ -64,7 +69,8 @@ class BatchPlan:
             raise UserError(f"sp_size = {sp_size}: at least one rank holds the window")
         self.windows = tuple(windows)
         self.sp_size = sp_size
-        self._exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size)
+        self.exact = exact
+        self._exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size, exact)
         self.num_teams = sp_size // self.ulysses
         self.length = max(window.num_tokens for window in windows)
         self.layouts = tuple(
@@ -122,7 +128,8 @@ class BatchPlan:
         team = rank // self.ulysses
         if team not in self._ranks:
             num_rows = self.batch_size * self.local_length * self.ulysses
-            steps = ROW_EXCHANGES[self.exchange](self.pieces, self.need, team, num_rows)
+            make_steps = exact_steps if self.exact else ROW_EXCHANGES[self.exchange]
+            steps = make_steps(self.pieces, self.need, team, num_rows)
             anchors = plan_anchors(self.pieces, self.windows, self.num_teams, team)
             self._ranks[team] = RankPlan(team, self.num_teams, num_rows, steps, anchors)
         return self._ranks[team]
@@ -154,7 +161,7 @@ class BatchPlan:
         )
 
 
-def _resolve_exchange(exchange: str, ulysses: int, sp_size: int) -> tuple[str, int]:
+def _resolve_exchange(exchange: str, ulysses: int, sp_size: int, exact: bool) -> tuple[str, int]:
     """The row exchange among teams and the team size that a user's words stand for."""
     if exchange != "auto" and exchange not in EXCHANGES:
         near = difflib.get_close_matches(exchange, EXCHANGES, n=1)
@@ -168,11 +175,18 @@ def _resolve_exchange(exchange: str, ulysses: int, sp_size: int) -> tuple[str, i
             f"exchange 'hybrid' with ulysses = {ulysses} and sp = {sp_size}: give ulysses, the "
             "ranks that swap heads, a divisor of sp between 1 and sp"
         )
+    if exact and exchange in ("ring", "hybrid"):
+        raise UserError(
+            f"exchange {exchange!r} with exact: a ring merges keys in the order of the ranks, and "
+            "every sp rounds differently; use exchange 'gather' or 'ulysses', or leave exact out"
+        )
     if exchange == "ulysses":
         if ulysses not in (1, sp_size):
             raise UserError(
                 f"exchange 'ulysses' with ulysses = {ulysses} and sp = {sp_size}: all sp ranks "
                 "swap heads; leave ulysses out, or use exchange 'hybrid'"
             )
-        return "ring", sp_size
+        return ("gather" if exact else "ring"), sp_size
+    if exact:
+        return "gather", ulysses
     return ("ring" if exchange == "hybrid" else exchange), ulysses

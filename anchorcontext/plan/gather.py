@@ -22,10 +22,31 @@ def gather_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> 
     own = Step(num_rows=num_rows, tiles=make_tiles(pieces, mine, mine, pieces.row[mine]))
     foreign = np.flatnonzero(need[rank])
     foreign = foreign[np.lexsort((pieces.start[foreign], pieces.group[foreign]))]
-    size = pieces.size[foreign]
-    buffer_row = np.zeros(len(pieces), dtype=np.int64)
-    buffer_row[foreign] = np.cumsum(size) - size
+    incoming, buffer_row = gathered(pieces, need, rank, foreign)
+    if not incoming.busy:
+        return (own,)
+    second = Step(
+        num_rows=int(pieces.size[foreign].sum()),
+        tiles=make_tiles(pieces, mine, foreign, buffer_row[foreign]),
+        incoming=incoming,
+        # Gradients take the same rows the other way.
+        returns=Transfer(sends=incoming.receives, receives=incoming.sends),
+    )
+    return (own, second)
 
+
+def gathered(
+    pieces: Pieces, need: np.ndarray, rank: int, held: np.ndarray
+) -> tuple[Transfer, np.ndarray]:
+    """How ``rank`` fills a buffer with the pieces ``held``, one behind the other.
+
+    Returns the transfer that brings the foreign ones, each straight from its owner, and int64 (n,)
+    the first row in the buffer of each piece of ``held``.
+    """
+    size = pieces.size[held]
+    buffer_row = np.zeros(len(pieces), dtype=np.int64)
+    buffer_row[held] = np.cumsum(size) - size
+    mine = owned(pieces, rank)
     receives: list[Message] = []
     sends: list[Message] = []
     for peer in range(len(need)):
@@ -34,14 +55,4 @@ def gather_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> 
         receives += message(peer, buffer_row[theirs], pieces.size[theirs])
         asked = mine[need[peer, mine]]
         sends += message(peer, pieces.row[asked], pieces.size[asked])
-    if not (receives or sends):
-        return (own,)
-    incoming = Transfer(sends=tuple(sends), receives=tuple(receives))
-    gathered = Step(
-        num_rows=int(size.sum()),
-        tiles=make_tiles(pieces, mine, foreign, buffer_row[foreign]),
-        incoming=incoming,
-        # Gradients take the same rows the other way.
-        returns=Transfer(sends=incoming.receives, receives=incoming.sends),
-    )
-    return (own, gathered)
+    return Transfer(sends=tuple(sends), receives=tuple(receives)), buffer_row

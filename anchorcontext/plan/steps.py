@@ -39,6 +39,10 @@ class Rows:
         """How many rows are selected."""
         return int((self.intervals[:, 1] - self.intervals[:, 0]).sum())
 
+    def covers(self, num_rows: int) -> bool:
+        """Whether these are all rows of a buffer of ``num_rows``, in order."""
+        return self.intervals.tolist() == [[0, num_rows]]
+
 
 @dataclass(frozen=True, eq=False)
 class Message:
@@ -77,14 +81,16 @@ class Step:
 
     ``incoming`` fills the step's key buffer: its sends select rows of the buffer held *before* the
     step, its receives name the rows of the new buffer. Step 0 holds the rank's own rows: nothing
-    comes in. ``returns`` brings gradients home: its sends select rows of the step's buffer, its
-    receives the rank's own rows they are added to.
+    comes in. ``kept`` names rows of the rank's own that are copied into the buffer, and where to;
+    their gradients are added at home. ``returns`` brings gradients home: its sends select rows of
+    the step's buffer, its receives the rank's own rows they are added to.
     """
 
     num_rows: int
     tiles: Tiles
     incoming: Transfer = Transfer()
     returns: Transfer = Transfer()
+    kept: tuple[Rows, Rows] | None = None
 
 
 @dataclass(frozen=True, eq=False)

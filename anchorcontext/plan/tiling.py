@@ -10,7 +10,13 @@ from .pieces import Pieces
 from .steps import Message, Rows
 
 
-def make_tiles(pieces: Pieces, queries: np.ndarray, keys: np.ndarray, key_row: np.ndarray) -> Tiles:
+def make_tiles(
+    pieces: Pieces,
+    queries: np.ndarray,
+    keys: np.ndarray,
+    key_row: np.ndarray,
+    exact: bool = False,
+) -> Tiles:
     """The tiles of query pieces against key pieces whose rows start at ``key_row`` in a buffer.
 
     A piece sees itself causally and every earlier piece of its group in full. Key pieces of one
@@ -22,9 +28,10 @@ def make_tiles(pieces: Pieces, queries: np.ndarray, keys: np.ndarray, key_row: n
         queries: numbers of this rank's pieces.
         keys: numbers of the pieces in the buffer that this rank may look at.
         key_row: first row of each of ``keys`` in the buffer.
+        exact: see :class:`~anchorcontext.kernels.Tiles`; every tile must come out causal.
     """
     if not len(keys):  # most steps of a pruned ring
-        return Tiles(np.zeros((0, 5), dtype=np.int64))
+        return Tiles(np.zeros((0, 5), dtype=np.int64), exact)
     order = np.argsort(key_row, kind="stable")
     keys, key_row = keys[order], key_row[order]
     sees = (pieces.group[queries][:, None] == pieces.group[keys][None, :]) & (
@@ -41,7 +48,7 @@ def make_tiles(pieces: Pieces, queries: np.ndarray, keys: np.ndarray, key_row: n
         ],
         axis=1,
     )
-    return Tiles(_join_keys(tiles))
+    return Tiles(_join_keys(tiles), exact)
 
 
 def owned(pieces: Pieces, rank: int) -> np.ndarray:

@@ -52,3 +52,9 @@ def test_integers_are_refused(name):
 def test_an_engine_joins_with_one_line(monkeypatch):
     monkeypatch.setitem(kernels.ENGINES, "dense", ".reference:ReferenceEngine")
     assert get_engine("dense", device=CPU, dtype=torch.float32).name == "reference"
+
+
+def test_an_engine_without_an_exact_setting_is_refused_for_exact_tiles():
+    assert get_engine(device=CPU, dtype=torch.float32, exact=True).name == "cpu"
+    with pytest.raises(UserError, match=r"'reference' .* has no exact setting; use 'auto' or cpu"):
+        get_engine("reference", device=CPU, dtype=torch.float32, exact=True)

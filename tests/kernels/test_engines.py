@@ -24,16 +24,18 @@ LARGEST_ERROR = {torch.float64: 1e-12, torch.float32: 1e-5}
 RELATIVE_ERROR = {torch.bfloat16: 5e-3}
 
 
-def run(name, x, tiles, forward_parts=None, backward_parts=None, out_dtype=None) -> SimpleNamespace:
+def run(
+    name, x, tiles, forward_parts=None, backward_parts=None, out_dtype=None, exact=False
+) -> SimpleNamespace:
     """Forward and backward of one engine; ``*_parts`` are tile lists given in separate calls."""
     engine = get_engine(name, device=x.q.device, dtype=x.q.dtype)
     state = SoftmaxState.empty(x.q)
     for part in forward_parts or [tiles]:
-        engine.forward(x.q, x.k, x.v, Tiles(part), SCALE, state)
+        engine.forward(x.q, x.k, x.v, Tiles(part, exact), SCALE, state)
     dq, dk, dv = (torch.zeros(y.shape, dtype=state.out.dtype) for y in (x.q, x.k, x.v))
     out = state.out.to(out_dtype or x.q.dtype)
     for part in backward_parts or [tiles]:
-        args = (x.dout, x.q, x.k, x.v, out, state.lse, Tiles(part), SCALE)
+        args = (x.dout, x.q, x.k, x.v, out, state.lse, Tiles(part, exact), SCALE)
         engine.backward(*args, dq, dk, dv)
     return SimpleNamespace(out=state.out, lse=state.lse, dq=dq, dk=dk, dv=dv)
 
@@ -224,3 +226,47 @@ def test_tiles_refuse_what_no_engine_should_see():
     for bad in [(0, 0, 0, 1, 0), (0, 1, 2, 2, 0), (-1, 1, 0, 2, 0), (0, 3, 0, 2, 1)]:
         with pytest.raises(AssertionError):
             Tiles([bad])
+
+
+def exact_pieces(cuts, k_start=3):
+    """One document of ``cuts[-1]`` tokens, its queries cut at ``cuts`` and scattered over rows with
+    gaps between; the keys of each piece from the document's first on."""
+    tiles, row = [], 2
+    for first, stop in pairwise(cuts):
+        tiles.append((row, row + stop - first, k_start, k_start + stop, 1))
+        row += stop - first + 1
+    return tiles
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_exact_tiles_equal_the_oracle(oracle, dtype):
+    tiles = [*exact_pieces((0, 1, 70, 300)), (330, 333, 310, 313, 1), (333, 433, 313, 413, 1)]
+    x = oracle.inputs(*rows_of(tiles), (4, 2), dtype)
+    visible = oracle.visible(tiles, len(x.q), len(x.k))
+    expected = oracle.attention(x.q, x.k, x.v, x.dout, visible, SCALE)
+    assert_close(run("cpu", x, tiles, exact=True), expected, dtype)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    length=st.integers(1, 1500),
+    cuts=st.lists(st.integers(1, 1499), max_size=3),
+    heads=st.sampled_from(HEADS),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_exact_rows_have_the_same_bits_however_a_document_is_cut(
+    oracle, length, cuts, heads, dtype
+):
+    cuts = sorted({0, length, *(cut for cut in cuts if cut < length)})
+    rows = oracle.inputs(length, length + 3, heads, dtype)
+    whole, parts = (exact_pieces(edges) for edges in ((0, length), cuts))
+    found = []
+    for tiles in (whole, parts):
+        q = torch.full((rows_of(tiles)[0], *rows.q.shape[1:]), math.nan, dtype=dtype)
+        held = torch.cat([torch.arange(a, b) for a, b, *_ in tiles])
+        q[held] = rows.q
+        state = SoftmaxState.empty(q)
+        engine = get_engine("cpu", device=q.device, dtype=dtype, exact=True)
+        engine.forward(q, rows.k, rows.v, Tiles(tiles, exact=True), SCALE, state)
+        found.append((state.out[held], state.lse[held]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import pytest
 
+from anchorcontext import Window
+from anchorcontext.errors import UserError
+from anchorcontext.plan import BatchPlan
 from anchorcontext.testing import run_distributed
 
 
-def logits_of(rank, world, exchange, layout):
-    """Gathered logits (L, V) of a tiny model on a window with documents of many lengths."""
+def logits_of(rank, world, runs):
+    """Gathered logits (L, V) of a tiny model, for each (exchange, layout, exact, mode, dtype), on a
+    window of documents of many lengths, two of them interleaved."""
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -16,24 +22,119 @@ def logits_of(rank, world, exchange, layout):
     from anchorcontext import Window, enable, make_plan, shard, unshard
     from anchorcontext.testing.models import tiny_llama
 
-    model = enable(tiny_llama(num_attention_heads=8)).eval()
+    models = {
+        dtype: enable(tiny_llama(num_attention_heads=8)).to(getattr(torch, dtype)).eval()
+        for dtype in ("float32", "bfloat16")
+    }
     rng = np.random.default_rng(0)
-    documents = [rng.integers(3, 128, size=n) for n in (70, 1, 300, 13, 127)]
-    window = Window.from_documents(documents, anchor_id=1)
-    plan = make_plan(window, dist.group.WORLD if world > 1 else None, layout, exchange)
-    local = shard(window, plan)
-    with torch.no_grad():
-        out = model(local.input_ids, position_ids=local.position_ids, plan=plan).logits
-    return unshard(out, plan)[0].float().numpy()
+    lengths = (1, 70, 1, 300, 13, 1127, 90, 64)
+    window = Window(
+        rng.integers(3, 128, size=sum(lengths)),
+        np.cumsum((0, *lengths)),
+        segment_docs=[0, 1, 2, 3, 1, 4, 5, 3],
+    )
+    logits = []
+    for exchange, layout, exact, mode, dtype in runs:
+        group = dist.group.WORLD if world > 1 else None
+        plan = make_plan(window.with_mode(mode), group, layout, exchange, exact=exact)
+        local = shard(plan.windows, plan)
+        with torch.no_grad():
+            out = models[dtype](local.input_ids, position_ids=local.position_ids, plan=plan)
+        logits.append(unshard(out.logits, plan)[0].float().numpy())
+    return logits
 
 
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "balanced"])
+LAYOUTS = ("contiguous", "zigzag", "balanced")
+
+
 @pytest.mark.parametrize("world", [2, 4])
-def test_ulysses_gives_the_logits_of_one_process_bit_for_bit(world, layout):
+def test_ulysses_gives_the_logits_of_one_process_bit_for_bit(world):
     """Every head sees the same keys in the same order, so nothing is rounded differently."""
-    alone = run_distributed(logits_of, 1, "auto", "contiguous")[0]
-    split = run_distributed(logits_of, world, "ulysses", layout)[0]
-    assert (alone == split).all()
+    (alone,) = run_distributed(logits_of, 1, [("auto", "contiguous", False, "anchor", "float32")])[
+        0
+    ]
+    runs = [("ulysses", layout, False, "anchor", "float32") for layout in LAYOUTS]
+    for split in run_distributed(logits_of, world, runs)[0]:
+        assert (alone == split).all()
+
+
+EXACT_CASES = [("anchor", "float32"), ("full", "float32"), ("intra_doc_reset", "bfloat16")]
+
+
+@pytest.fixture(scope="module")
+def exact_alone():
+    runs = [("auto", "contiguous", True, *case) for case in EXACT_CASES]
+    return dict(zip(EXACT_CASES, run_distributed(logits_of, 1, runs)[0], strict=True))
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_exact_gives_the_logits_of_one_process_bit_for_bit(world, exact_alone):
+    runs = [
+        (exchange, layout, True, *case)
+        for exchange in ("gather", "ulysses")
+        for layout in LAYOUTS
+        for case in EXACT_CASES
+        if exchange == "gather" or world != 3
+    ]
+    for run, split in zip(runs, run_distributed(logits_of, world, runs)[0], strict=True):
+        assert (exact_alone[run[3:]] == split).all(), run
+
+
+def test_without_exact_gather_differs_in_the_last_bits(exact_alone):
+    """Otherwise the test above would show nothing."""
+    runs = [("gather", "zigzag", False, "anchor", "float32")]
+    difference = abs(run_distributed(logits_of, 4, runs)[0][0] - exact_alone["anchor", "float32"])
+    assert 0 < difference.max() < 1e-5
+
+
+def compare_exact(rank, world, ulysses):
+    """Largest difference of output and gradients with and without exact, fp64, over layouts, modes
+    and two windows a micro-batch; and that as many bytes travel as the plan says."""
+    import torch
+    import torch.distributed as dist
+
+    from anchorcontext import Window, distributed_attention, make_plan
+
+    group = dist.group.WORLD if world > 1 else None
+    docs = [0, 1, 2, 1, 3, 2]
+    worst = 0.0
+    for layout in LAYOUTS:
+        for mode in ("full", "intra_doc", "anchor"):
+            windows = [
+                Window(range(sum(lengths)), [0, *accumulate(lengths)], mode, segment_docs=docs)
+                for lengths in ((1, 40, 7, 90, 65, 3), (1, 3, 100, 2, 1, 30))
+            ]
+            found = []
+            for exact in (False, True):
+                plan = make_plan(windows, group, layout, "gather", ulysses=ulysses, exact=exact)
+                torch.manual_seed(rank)
+                shapes = [(2, heads, plan.local_length, 8) for heads in (4, 2, 2, 4)]
+                inputs = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+                q, k, v, dout = (x.requires_grad_() for x in inputs)
+                out = distributed_attention(q, k, v, plan)
+                out.backward(dout.detach())
+                found.append((out, q.grad, k.grad, v.grad))
+                predicted = plan.predicted_bytes(
+                    num_layers=1, num_heads=4, num_kv_heads=2, head_dim=8, dtype=torch.float64
+                )
+                assert plan.meter.bytes_sent == predicted
+            pairs = zip(*found, strict=True)
+            worst = max(worst, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return worst
+
+
+@pytest.mark.parametrize(("world", "ulysses"), [(1, 1), (3, 1), (4, 2)])
+def test_exact_changes_nothing_but_the_rounding(world, ulysses):
+    worst = max(run_distributed(compare_exact, world, ulysses))
+    assert 0 < worst < 1e-12
+
+
+def test_a_ring_cannot_be_exact():
+    for exchange in ("ring", "hybrid"):
+        with pytest.raises(UserError, match=f"exchange '{exchange}' with exact.*use .*gather"):
+            BatchPlan(
+                [Window.from_documents([[1, 2]], anchor_id=0)], 4, "auto", exchange, 2, exact=True
+            )
 
 
 def gradients_twice(rank, world, exchange):
