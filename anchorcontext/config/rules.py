@@ -187,3 +187,10 @@ def _exchange(config: Config) -> Iterator[Problem]:
             "is all of parallel.sp for attention.exchange = 'ulysses'",
             "leave it out, or choose hybrid",
         )
+    if config.attention.exact and exchange in ("ring", "hybrid"):
+        yield Problem(
+            "attention.exchange",
+            exchange,
+            "rounds differently for every sp, which attention.exact rules out",
+            "choose auto, gather or ulysses, or set attention.exact to false",
+        )

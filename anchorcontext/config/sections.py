@@ -171,6 +171,10 @@ class AttentionSection(Section):
     ulysses: PositiveInt = 1
     """Ranks of a team that swap tokens for heads; for ``hybrid``, or teams under ``gather``."""
 
+    exact: bool = False
+    """Give logits the same bits on any number of ranks, one included, for keys that travel by
+    gather or ulysses; a little slower."""
+
     engine: Literal["auto", "reference", "cpu"] = "auto"
     """Which kernel computes the tiles on one device."""
 
@@ -180,6 +184,15 @@ class ParallelSection(Section):
 
     sp: PositiveInt = 1
     """Ranks that share one window."""
+
+    hardware: Text = "h100"
+    """Profile of the device and its links, by name or as a YAML file (``bench calibrate`` writes
+    one). With the model's sizes it gives the costs that ``layout: balanced`` and
+    ``exchange: auto`` minimise."""
+
+    exchange_memory: PositiveFloat | None = None
+    """Bytes of a device that the buffers of ``exchange: auto`` may take; null is 5 % of its
+    memory."""
 
 
 class LossSection(Section):
@@ -241,6 +254,10 @@ class TrainSection(Section):
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage: 1 shards optimiser state, 2 also gradients, 3 also parameters."""
+
+    deterministic: bool = False
+    """Only operators that give the same bits in every run; on CPUs they always do, on GPUs it may
+    cost time, and an operator without such a form is an error."""
 
     log_every: PositiveInt = 1
     """Steps between two lines of metrics."""

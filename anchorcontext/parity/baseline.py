@@ -156,14 +156,14 @@ class SingleDeviceBaseline:
             activation_checkpointing_kwargs={"use_reentrant": False}
         )
         self._train_model = TrainModel(model, chunk_tokens).train()
-        self._engine = attention.engine
+        self._attention = attention
         self._device = device
         self._gradients = _Gradients(model)
         self._head = head_weight(model)
 
     def run(self, window: Window, scale: float | None) -> BaselineRun:
         """See :class:`Baseline`."""
-        plan = make_plan(window, engine=self._engine)
+        plan = make_plan(window, engine=self._attention.engine, exact=self._attention.exact)
         local = shard(window, plan, self._device)
         with torch.set_grad_enabled(scale is not None), captured_hidden(self._train_model) as seen:
             loss, _ = self._train_model(local.input_ids, local.position_ids, local.labels, plan)

@@ -1,7 +1,8 @@
-"""Seeds of every random number generator that a run uses."""
+"""What makes two runs alike: seeds of every random number generator, deterministic operators."""
 
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -13,3 +14,12 @@ def seed_everything(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def use_deterministic_operators() -> None:
+    """Let torch run only operators that give the same bits in every run; an error where one has no
+    such form. Before the first CUDA operation, since cuBLAS reads its setting once."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    # Also a debugging aid that fills every new tensor; no result depends on it.
+    torch.utils.deterministic.fill_uninitialized_memory = False

@@ -56,6 +56,11 @@ def message(path: Path, *overrides: str) -> str:
             "model.scratch.max_position_embeddings = 32",
             "data.window_tokens = 64",
         ),
+        (
+            ["attention.exact=true", "attention.exchange=ring"],
+            "attention.exchange = 'ring'",
+            "rounds differently for every sp, which attention.exact rules out",
+        ),
         (["data.train_tokenizer.vocab_size=300"], "data.train_tokenizer", "has its own tokenizer"),
         (
             [SCRATCH, "data.tokenizer=t", "data.train_tokenizer.vocab_size=300"],
