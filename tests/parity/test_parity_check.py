@@ -97,6 +97,21 @@ def test_passes_and_leaves_the_engine_as_it_was(
         assert counts == [[21, 21]] * len(configs)
 
 
+def logits_of_an_exact_run(rank, world_size, config):
+    job = Job(config)
+    report = check_logits(job.engine, job.peek_micro_batches(), job.mesh, job.control, job.config)
+    (comparison,) = report.comparisons
+    return comparison.logits.num_values, comparison.logits.max_abs
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_an_exact_run_has_the_logits_of_one_device_bit_for_bit(dtype, make_config):
+    model = {**make_config().model.model_dump(), "dtype": dtype}
+    config = make_config(attention={"exact": True}, model=model, train={"deterministic": True})
+    for num_values, difference in run_distributed(logits_of_an_exact_run, 2, config):
+        assert num_values > 0 and difference == 0
+
+
 def logits_with_a_fault(rank, world_size, config):
     job = Job(config)
     arguments = job.engine, job.peek_micro_batches(), job.mesh, job.control, job.config
