@@ -31,8 +31,9 @@ from anchorcontext.kernels import (
 )
 
 from ..errors import UserError
-from ..plan import Step, Transfer, check_heads
+from ..plan import RingFlashAttnPlan, Step, Transfer, check_heads
 from .plan import Plan
+from .ring_flash_attn import ring_flash_attention
 from .transfer import Exchange, add_, put_, take
 from .ulysses import heads_to_tokens, tokens_to_heads
 
@@ -57,6 +58,8 @@ def distributed_attention(
     _check(q, k, v, plan)
     if scale is None:
         scale = q.shape[-1] ** -0.5
+    if isinstance(plan.data, RingFlashAttnPlan):
+        return ring_flash_attention(q, k, v, plan, float(scale))
     batch, heads, length, head_dim = q.shape
     q_rows, k_rows, v_rows = _rows(q), _rows(k), _rows(v)
     if plan.data.ulysses > 1:

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from anchorcontext.kernels import Engine, accumulator_dtype, get_engine
 
 from ..errors import UserError
-from ..plan import BatchPlan, CostModel, RankPlan
+from ..plan import BatchPlan, CostModel, RankPlan, RingFlashAttnPlan, plan_batch
 from ..window import Window
 from .mesh import group_device
 from .meter import Meter
+from .ring_flash_attn import check_request
 from .transfer import Peers
 
 
@@ -138,6 +139,7 @@ def make_plan(
     cost: CostModel | None = None,
     exact: bool = False,
     overlap: bool = True,
+    backend: str = "native",
     verify: bool = True,
 ) -> Plan:
     """Plan one micro-batch for this rank.
@@ -154,17 +156,32 @@ def make_plan(
             ``"gather"`` (:mod:`anchorcontext.plan.exact`).
         overlap: compute on one step's rows while the next step's travel; False: wait for them
             first, to see what overlapping saves (same results, bit for bit).
+        backend: ``"native"``, or ``"ring_flash_attn"``: the package of that name
+            (:mod:`anchorcontext.plan.ring_flash_attn`).
         verify: compare the plan's fingerprint over the group (one tiny all-gather) and raise on
             every rank when the ranks were given different windows.
 
     Raises:
-        UserError: an unknown layout or exchange, or ranks that disagree.
+        UserError: an unknown layout, exchange or backend, what the backend cannot express, or
+            ranks that disagree.
     """
     batch = [windows] if isinstance(windows, Window) else list(windows)
     sp_size = dist.get_world_size(sp_group) if sp_group is not None else 1
     if sp_group is not None and verify and sp_size > 1:
-        _check_agreement(batch, f"{layout} {exchange} {ulysses} {cost} {exact}", sp_group)
-    data = BatchPlan(batch, sp_size, layout, exchange, ulysses, cost, exact)
+        options = f"{layout} {exchange} {ulysses} {cost} {exact} {backend}"
+        _check_agreement(batch, options, sp_group)
+    data = plan_batch(
+        batch,
+        sp_size,
+        backend=backend,
+        layout=layout,
+        exchange=exchange,
+        ulysses=ulysses,
+        cost=cost,
+        exact=exact,
+    )
+    if isinstance(data, RingFlashAttnPlan):
+        check_request(engine, overlap)
     return Plan(data, sp_group if sp_size > 1 else None, engine, overlap=overlap)
 
 

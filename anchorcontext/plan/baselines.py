@@ -1,6 +1,6 @@
-"""Layouts of the literature that ``balanced`` is compared with; for benchmarks alone.
+"""Layouts of the literature that ``balanced`` is compared with in benchmarks.
 
-Both give runs as :mod:`.runs` describes, for a window padded to a multiple of P.
+``document_zigzag`` is also what backend ``ring_flash_attn`` asks for. Both give runs as :mod:`.runs` describes, for a window padded to a multiple of P.
 """
 
 from __future__ import annotations

@@ -1,0 +1,162 @@
+"""Backend ring_flash_attn: the real package on gloo ranks, its flash-attn over CPU tensors.
+
+Against a dense oracle in fp64: ``llama3_varlen``, which computes in the tensors' own dtype, at
+1e-12; the zigzag functions and the ring, which are right in bf16 alone, at bf16's rounding.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+
+from anchorcontext.testing import run_distributed
+
+HEAD_DIM, SCALE = 8, 0.3
+BF16 = 2e-2
+
+
+class Case(NamedTuple):
+    """A micro-batch, and which of the package's functions serves it."""
+
+    function: str
+    mode: str
+    layout: str
+    exchange: str
+    batch: tuple[tuple[int, ...], ...]
+    heads: tuple[int, int] = (4, 2)
+
+
+UNEVEN = ((7, 1, 17, 7), (1, 30, 1), (1,) * 12, (30,), (9, 8, 8, 12, 8, 12))
+
+
+def cases(world):
+    chunks = 2 * world
+    even = ((chunks, 3 * chunks), (2 * chunks,), (chunks, chunks, 2 * chunks))
+    found = [
+        Case("llama3_varlen", mode, layout, exchange, (lengths,), heads)
+        for lengths, heads in zip(UNEVEN, [(4, 2), (9, 3), (4, 1), (8, 2), (4, 4)], strict=True)
+        for mode, layout, exchange in (
+            ("intra_doc", "auto", "auto"),
+            ("intra_doc_reset", "contiguous", "gather"),
+            ("full", "contiguous", "auto"),
+        )
+    ]
+    found += [
+        Case("zigzag_ring", "full", layout, "auto", (lengths,), (9, 3))
+        for lengths in UNEVEN
+        for layout in ("auto", "zigzag")
+    ]
+    found += [Case("ring", "full", "contiguous", "ring", (lengths,)) for lengths in UNEVEN]
+    found += [
+        Case("zigzag_ring_varlen", mode, "zigzag", "auto", (lengths,), (4, 1))
+        for lengths in even
+        for mode in ("intra_doc", "intra_doc_reset")
+    ]
+    # Windows of several lengths in one micro-batch: the shorter ones are padded.
+    found += [
+        Case("llama3_varlen", "intra_doc", "auto", "auto", UNEVEN),
+        Case("zigzag_ring", "full", "auto", "auto", UNEVEN),
+        Case("ring", "full", "contiguous", "ring", UNEVEN),
+        Case("zigzag_ring_varlen", "intra_doc", "zigzag", "ring", even),
+    ]
+    return found
+
+
+def count_what_travels(world):
+    """Wrap the calls of torch.distributed that the package makes; returns the growing count."""
+    import torch.distributed as dist
+
+    sent = [0]
+
+    def counting(call, num_bytes):
+        def counted(*args, **kwargs):
+            sent[0] += num_bytes(*args)
+            return call(*args, **kwargs)
+
+        return counted
+
+    def of_messages(operations):
+        return sum(op.tensor.nbytes for op in operations if op.op is dist.isend)
+
+    # Bandwidth-optimal collectives: a rank sends its share to, or a part for, every other rank.
+    def of_collective(output, given):
+        return (world - 1) * min(output.nbytes, given.nbytes)
+
+    dist.batch_isend_irecv = counting(dist.batch_isend_irecv, of_messages)
+    dist.all_gather_into_tensor = counting(dist.all_gather_into_tensor, of_collective)
+    dist.reduce_scatter_tensor = counting(dist.reduce_scatter_tensor, of_collective)
+    return sent
+
+
+def check_cases(rank, world, cases):
+    from anchorcontext.testing.flash_attn_cpu import install_flash_attn_cpu
+
+    install_flash_attn_cpu()
+    sent = count_what_travels(world)
+    for case in cases:
+        try:
+            check_case(rank, case, sent)
+        except Exception as error:
+            raise AssertionError(f"{world} ranks, {case}: {error}") from error
+
+
+def check_case(rank, case, sent):
+    """Out, dq, dk and dv of this rank's rows, and bytes: predicted, counted by the meter, sent."""
+    import torch
+    import torch.distributed as dist
+
+    from anchorcontext import Window, distributed_attention, make_plan
+    from anchorcontext.testing.oracle import dense_attention, dense_mask
+
+    windows = [
+        Window.from_documents(map(range, lengths), None, case.mode) for lengths in case.batch
+    ]
+    plan = make_plan(
+        windows, dist.group.WORLD, case.layout, case.exchange, backend="ring_flash_attn"
+    )
+    assert plan.data.algorithm.name == case.function
+    dtype = torch.float64 if case.function == "llama3_varlen" else torch.bfloat16
+    heads, kv_heads = case.heads
+    counts = (heads, kv_heads, kv_heads, heads)
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(windows), sum(counts), plan.padded_length, HEAD_DIM)
+    whole = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+    local = torch.stack(
+        [whole[b][:, plan.data.local_indices(rank, b)] for b in range(len(windows))]
+    )
+    q, k, v, dout = (x.clone().requires_grad_() for x in local.split(counts, dim=1))
+    sent_before = sent[0]
+    out = distributed_attention(q, k, v, plan, scale=SCALE)
+    out.backward(dout.detach())
+    assert out.dtype == q.grad.dtype == k.grad.dtype == v.grad.dtype == dtype
+    for b, window in enumerate(windows):
+        length = window.num_tokens
+        given = [x.double().requires_grad_() for x in whole[b, :, :length].split(counts)]
+        mask = dense_mask(window.doc_ids.tolist(), case.mode)
+        expected = dense_attention(*given[:3], mask, SCALE)
+        expected.backward(given[3].detach())
+        held = torch.from_numpy(plan.data.local_indices(rank, b))
+        real = held < length
+        results = (
+            ("out", out, expected),
+            *(
+                (f"d{name}", x.grad, y.grad)
+                for name, x, y in zip("qkv", (q, k, v), given[:3], strict=True)
+            ),
+        )
+        for name, got, want in results:
+            assert (got[b][:, ~real] == 0).all(), f"{name} on padding"
+            difference = got[b][:, real].double() - want[:, held[real]]
+            error = difference.abs().max().item() if real.any() else 0.0
+            limit = (1e-12 if dtype == torch.float64 else BF16) * max(1.0, want.abs().max().item())
+            assert error <= limit, f"{name} of window {b} is off by {error}"
+    predicted = plan.predicted_bytes(
+        num_layers=1, num_heads=heads, num_kv_heads=kv_heads, head_dim=HEAD_DIM, dtype=dtype
+    )
+    assert sent[0] - sent_before == plan.meter.bytes_sent == predicted > 0
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_forward_and_backward_equal_the_dense_oracle(world):
+    run_distributed(check_cases, world, cases(world))
