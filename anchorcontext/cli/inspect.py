@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Callable
-from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +15,7 @@ from anchorcontext.errors import UserError
 
 if TYPE_CHECKING:
     from anchorcontext.config import Config
+    from anchorcontext.plan import CostModel
     from anchorcontext.watch.inspection import Inspection, ModelTraffic
     from anchorcontext.window import Window
 
@@ -63,6 +63,7 @@ def command(
         raise UserError(f"both CONFIG {config_path} and --documents {documents}: give one of them")
     names: Callable[[int], str] | None = None
     model: ModelTraffic | None = None
+    cost: CostModel | None = None
     if documents is not None:
         window = _example_window(documents, mode or "anchor")
     elif config_path is not None:
@@ -70,8 +71,8 @@ def command(
 
         config = load_config(config_path, list(overrides))
         window, names = _prepared_window(config, index, mode)
-        model = _model_traffic(config)
         sp = config.parallel.sp if sp is None else sp
+        model, cost = _model(config, sp)
         layout = layout or config.attention.layout
         exchange = exchange or config.attention.exchange
     else:
@@ -83,6 +84,7 @@ def command(
         exchange=exchange or "auto",
         names=names,
         model=model,
+        cost=cost,
     )
     _show(inspection, show_all)
     if png is not None and is_main_rank():
@@ -132,30 +134,34 @@ def _prepared_window(
     return record.window(mode or config.attention.mode, config.loss.boundary), name
 
 
-def _model_traffic(config: Config) -> ModelTraffic | None:
-    """What the configured model sends for a row; None, with a word, when it cannot be read."""
-    from transformers import AutoConfig
-
+def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | None]:
+    """What the configured model sends for a row, and its costs on ``sp`` ranks; nothing, with a
+    word, when its config cannot be read."""
+    from anchorcontext.estimate.shape import configured_sizes
+    from anchorcontext.train.costs import (
+        GRADIENT_SIZE,
+        cost_model,
+        element_size_of,
+        forwards_of,
+    )
     from anchorcontext.watch.inspection import ModelTraffic
 
     try:
-        if config.model.scratch is not None:
-            hf = AutoConfig.for_model(**deepcopy(config.model.scratch))
-        else:
-            hf = AutoConfig.from_pretrained(config.model.path, local_files_only=True)
-    except (OSError, ValueError, TypeError) as error:
+        sizes = configured_sizes(config)
+    except UserError as error:
         echo(f"bytes are not counted, the model's config cannot be read: {error}")
-        return None
-    heads = hf.num_attention_heads
-    return ModelTraffic(
-        num_layers=hf.num_hidden_layers,
-        num_heads=heads,
-        num_kv_heads=getattr(hf, "num_key_value_heads", None) or heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // heads,
-        element_size=2 if config.model.dtype == "bf16" else 4,
-        gradient_size=4,
-        forwards=2 if config.model.gradient_checkpointing else 1,
+        return None, None
+    traffic = ModelTraffic(
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        element_size=element_size_of(config),
+        gradient_size=GRADIENT_SIZE,
+        forwards=forwards_of(config),
     )
+    parallel = config.parallel.model_copy(update={"sp": sp})
+    return traffic, cost_model(config.model_copy(update={"parallel": parallel}), sizes)
 
 
 def _show(inspection: Inspection, show_all: bool) -> None:

@@ -51,7 +51,9 @@ def command(config: Config, windows: int | None, worst: int) -> Outcome:
     from anchorcontext.train.job import Job
 
     job = Job(one_step(config, windows))
-    report = check_parity(job.engine, job.next_micro_batches(), job.mesh, job.control, job.config)
+    report = check_parity(
+        job.engine, job.next_micro_batches(), job.mesh, job.control, job.config, cost=job.cost
+    )
     print_report(report, worst)
     job.close()
     return Outcome(report.to_dict(), exit_code=0 if report.passed else PAST_TOLERANCE_STATUS)

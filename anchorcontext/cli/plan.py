@@ -30,12 +30,11 @@ GB = 1e9
 @click.option(
     "--hardware",
     "device",
-    default="h100",
-    show_default=True,
     metavar="NAME|FILE",
-    help="A profile (a100-80g, h100, h200, b200, cpu) or a YAML file like theirs.",
+    help="Instead of parallel.hardware: a profile (a100-80g, h100, h200, b200, cpu) or a YAML file "
+    "like theirs.",
 )
-def command(config: Config, worlds: str | None, mix: str | None, device: str) -> Outcome:
+def command(config: Config, worlds: str | None, mix: str | None, device: str | None) -> Outcome:
     """Predict memory, traffic, balance and step time of a run before any GPU is held.
 
     Only the model's config is read. Bytes sent in attention are those of the plans that training
@@ -45,7 +44,7 @@ def command(config: Config, worlds: str | None, mix: str | None, device: str) ->
     from anchorcontext.estimate import configured_sizes, default_mix, estimate_plan, load_hardware
 
     world_sizes = _world_sizes(worlds) if worlds is not None else [config.parallel.sp]
-    hardware = load_hardware(device)
+    hardware = load_hardware(device or config.parallel.hardware)
     estimate = estimate_plan(
         config, configured_sizes(config), hardware, world_sizes, mix or default_mix(config)
     )

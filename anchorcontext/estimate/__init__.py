@@ -4,10 +4,11 @@ Read in this order: ``shape`` (the model's sizes), ``windows`` (what is planned)
 between ranks), ``memory``, ``time``, ``report``. ``docs/planning.md`` derives every term.
 """
 
-from .hardware import Hardware, load_hardware, profile_names
+from ..hardware import Hardware, load_hardware, profile_names
+from ..watch.sizes import ModelSizes, model_sizes
 from .memory import MemoryEstimate, StateMemory, activation_memory, estimate_memory, state_memory
 from .report import KINDS, ModeEstimate, PlanEstimate, WorldEstimate, estimate_plan, fit_world
-from .shape import ModelSizes, configured_sizes, model_sizes
+from .shape import configured_sizes
 from .windows import MIXES, default_mix, sample_windows
 
 __all__ = [

@@ -13,7 +13,7 @@ import numpy as np
 from ..plan import BatchPlan
 from ..plan.heads import heads_per_rank
 from ..plan.ring import ring_travels
-from .shape import ModelSizes
+from ..watch.sizes import ModelSizes
 
 
 @dataclass(frozen=True, eq=False)

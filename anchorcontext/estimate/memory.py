@@ -30,7 +30,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .shape import ModelSizes
+from ..watch.sizes import ModelSizes
 
 if TYPE_CHECKING:
     from ..config import Config

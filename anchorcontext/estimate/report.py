@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UserError
+from ..hardware import Hardware
 from ..plan import BatchPlan, check_heads
-from ..plan.cost import CostModel
+from ..train.costs import cost_model, forwards_of, plan_options
 from ..watch.flops import attention_flops, linear_flops
+from ..watch.sizes import ModelSizes
 from ..window import Window
-from .hardware import Hardware
 from .memory import (
     MemoryEstimate,
     StateMemory,
@@ -22,11 +23,9 @@ from .memory import (
     estimate_memory,
     state_memory,
 )
-from .shape import ModelSizes
 from .time import (
     MicroBatch,
     StateTraffic,
-    forwards_of,
     optimizer_seconds,
     plan_micro_batch,
     state_traffic,
@@ -225,22 +224,17 @@ def _mode(
     batches: list[list[Window]],
     traffic: StateTraffic,
 ) -> ModeEstimate:
-    shape, attention = config.check_world(world_size), config.attention
+    shape, cost = config.check_world(world_size), cost_model(config, sizes, hardware)
+    options = plan_options(config.attention, cost)
     plans = [
-        BatchPlan(
-            [window.with_mode(mode) for window in batch],
-            shape.sp,
-            attention.layout,
-            attention.exchange,
-            attention.ulysses,
-        )
+        BatchPlan([window.with_mode(mode) for window in batch], shape.sp, **options)
         for batch in batches
     ]
     check_heads(sizes.num_heads, sizes.num_kv_heads, plans[0].ulysses)
     found = [plan_micro_batch(plan, sizes, config, hardware, shape.dp) for plan in plans]
     states = state_memory(sizes, config, world_size, lazy=hardware.kind == "cpu")
     work = _Seconds.of(found, shape.accumulation)
-    hidden = min(CostModel.hideable * traffic.seconds, work.compute) if traffic.overlaps else 0.0
+    hidden = min(cost.hideable * traffic.seconds, work.compute) if traffic.overlaps else 0.0
     optimizer = optimizer_seconds(states, hardware)
     step = work.total + traffic.seconds - hidden + optimizer
     lengths = np.array([window.num_tokens for batch in batches for window in batch], dtype=float)
@@ -248,7 +242,7 @@ def _mode(
     pairs = float(np.mean([batch.pairs.sum() for batch in found])) / len(batches[0])
     linear = linear_flops(sizes.flops_shape, tokens)
     attended = attention_flops(sizes.flops_shape, pairs * config.train.windows_per_step)
-    peak = hardware.flops(config.model.dtype) / hardware.compute_fraction
+    peak = hardware.peak(config.model.dtype)
     sent = [batch.sent_inside + batch.sent_across for batch in found]
     return ModeEstimate(
         mode=mode,

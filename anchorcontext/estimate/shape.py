@@ -2,52 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from ..errors import UserError
-from ..watch.flops import ModelShape, model_shape
+from ..watch.sizes import ModelSizes, model_sizes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
     from ..config import Config
-
-
-@dataclass(frozen=True)
-class ModelSizes:
-    """What memory, work and traffic depend on."""
-
-    model_type: str
-    parameters: int
-    """A tied head counts once."""
-    layer_parameters: int
-    """Of one decoder layer."""
-    linear_weights: int
-    """Weights of matrix products; a tied head counts here."""
-    num_layers: int
-    hidden_size: int
-    intermediate_size: int
-    num_heads: int
-    """Query heads."""
-    num_kv_heads: int
-    head_dim: int
-    vocab_size: int
-    normalizes_heads: bool
-    """Queries and keys are normalised per head (Qwen3)."""
-
-    @property
-    def head_weights(self) -> int:
-        """Weights of the language-model head."""
-        return self.vocab_size * self.hidden_size
-
-    @property
-    def flops_shape(self) -> ModelShape:
-        """As :mod:`anchorcontext.watch.flops` takes it."""
-        return ModelShape(self.linear_weights, self.num_layers, self.num_heads, self.head_dim)
 
 
 def configured_sizes(config: Config, vocab_size: int | None = None) -> ModelSizes:
@@ -85,28 +47,3 @@ def _vocabulary(config: Config) -> int | None:
         return config.data.train_tokenizer.vocab_size
     meta = read_meta(Path(config.data.path).expanduser())
     return None if meta is None else int(meta["vocab_size"])
-
-
-def model_sizes(hf_config: PreTrainedConfig) -> ModelSizes:
-    """The sizes of the model that a Hugging Face config describes, counted on the meta device."""
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(hf_config)
-    text = hf_config.get_text_config()
-    shape = model_shape(model)
-    layers = model.get_decoder().layers
-    return ModelSizes(
-        model_type=str(hf_config.model_type),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layer_parameters=sum(parameter.numel() for parameter in layers[0].parameters()),
-        linear_weights=shape.linear_weights,
-        num_layers=shape.num_layers,
-        hidden_size=int(text.hidden_size),
-        intermediate_size=int(text.intermediate_size),
-        num_heads=shape.num_heads,
-        num_kv_heads=int(getattr(text, "num_key_value_heads", None) or shape.num_heads),
-        head_dim=shape.head_dim,
-        vocab_size=int(text.vocab_size),
-        normalizes_heads=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
-    )

@@ -23,13 +23,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..hardware import Hardware
 from ..plan import BatchPlan
-from ..plan.cost import CostModel
 from ..plan.traffic import piece_loads
-from .hardware import Hardware
+from ..train.costs import cost_model, element_size_of, forwards_of
+from ..watch.sizes import ModelSizes
 from .links import RowTraffic, across_nodes, layer_bytes, row_traffic
 from .memory import FP32, REDUCE_BUCKET, StateMemory, zero_options
-from .shape import ModelSizes
 
 if TYPE_CHECKING:
     from ..config import Config
@@ -85,34 +85,12 @@ class StateTraffic:
     """ZeRO-3 hides it behind compute."""
 
 
-def cost_model(sizes: ModelSizes, config: Config, hardware: Hardware) -> CostModel:
-    """The costs of one layer of this model on this device."""
-    forwards = forwards_of(config)
-    element = 2 if config.model.dtype == "bf16" else FP32
-    weights = (sizes.linear_weights - sizes.head_weights) / sizes.num_layers
-    row = 2 * sizes.num_kv_heads * sizes.head_dim
-    return CostModel(
-        flops_per_token=2.0 * weights * (forwards + 2),
-        flops_per_pair=4.0 * sizes.num_heads * sizes.head_dim * (forwards + 2.5),
-        bytes_per_row=float(row * (element * (forwards + 1) + FP32)),
-        messages_per_peer=forwards + 2.0,
-        flops_per_second=hardware.flops(config.model.dtype),
-        bytes_per_second=hardware.network_bytes_per_second,
-        seconds_per_message=hardware.seconds_per_message,
-    )
-
-
-def forwards_of(config: Config) -> int:
-    """Forward passes of a layer in a training step."""
-    return 2 if config.model.gradient_checkpointing else 1
-
-
 def plan_micro_batch(
     plan: BatchPlan, sizes: ModelSizes, config: Config, hardware: Hardware, dp: int
 ) -> MicroBatch:
     """What one micro-batch costs every rank of its SP group."""
-    cost, forwards = cost_model(sizes, config, hardware), forwards_of(config)
-    element = 2 if config.model.dtype == "bf16" else FP32
+    cost, forwards = cost_model(config, sizes, hardware), forwards_of(config)
+    element = element_size_of(config)
     rows = row_traffic(plan)
     sent = layer_bytes(plan, rows, sizes, element, forwards) * sizes.num_layers
     across = _worst_place(sent, hardware.devices_per_node, dp)

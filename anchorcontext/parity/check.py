@@ -17,6 +17,7 @@ import torch
 
 from ..errors import UserError
 from ..parallel import Mesh, Plan
+from ..plan import CostModel
 from ..train.consolidate import gather_state_dict
 from ..train.control import Control
 from ..train.step import count_targets, plan_micro_batches
@@ -52,6 +53,8 @@ def check_parity(
     mesh: Mesh,
     control: Control,
     config: Config,
+    *,
+    cost: CostModel | None = None,
 ) -> ParityReport:
     """Compare logits, loss and gradients of one step with both baselines; collective.
 
@@ -60,6 +63,7 @@ def check_parity(
         micro_batches: this rank's windows of the step, as in training.
         mesh, control: of the run.
         config: the resolved config; ``parity`` holds the limits.
+        cost: of a layer, as training plans with it.
 
     Returns:
         The report, the same on every rank. Nothing is raised when it did not pass.
@@ -69,7 +73,7 @@ def check_parity(
     """
     cut = config.parity.stock_tokens
     short = [[window.prefix(cut) for window in windows] for windows in micro_batches]
-    job = _Job(engine, mesh, control, config, gradients=True)
+    job = _Job(engine, mesh, control, config, cost, gradients=True)
     comparisons = [
         job.compare(StockBaseline.name, job.stock, short),
         job.compare(SingleDeviceBaseline.name, job.single, micro_batches),
@@ -85,13 +89,14 @@ def check_logits(
     config: Config,
     *,
     title: str = "logit check",
+    cost: CostModel | None = None,
 ) -> ParityReport:
     """Compare logits and loss of the live weights with our path on one device; collective.
 
     Forward only, so that training can repeat it. Arguments and result as of :func:`check_parity`;
     the caller ends the run with ``report.raise_if_failed()``.
     """
-    job = _Job(engine, mesh, control, config, gradients=False)
+    job = _Job(engine, mesh, control, config, cost, gradients=False)
     comparison = job.compare(SingleDeviceBaseline.name, job.single, micro_batches)
     return job.report(title, [comparison])
 
@@ -115,11 +120,12 @@ class _Job:
         mesh: Mesh,
         control: Control,
         config: Config,
+        cost: CostModel | None,
         *,
         gradients: bool,
     ) -> None:
         self.engine, self.mesh, self.control, self.config = engine, mesh, control, config
-        self.gradients = gradients
+        self.cost, self.gradients = cost, gradients
         self.model = engine.module.causal_lm
         self.dtype = self.model.dtype
         given = config.parity
@@ -161,7 +167,9 @@ class _Job:
                 "parity.stock_tokens or compare more windows"
             )
         with preserved_rng(engine.device):
-            plans = plan_micro_batches(micro_batches, self.mesh, self.config.attention, control)
+            plans = plan_micro_batches(
+                micro_batches, self.mesh, self.config.attention, control, self.cost
+            )
             located = locate_windows(micro_batches, plans, self.mesh, control)
             scale = engine.world_size / num_targets if self.gradients else None
             try:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from ..config import Config, load_config
-from ..model import build_config
+from ..model import DTYPES, build_config
 from ..parallel import build_mesh, make_plan
 from ..plan import check_heads
+from ..watch.sizes import model_sizes
 from .checkpoint import WorldLayout, check_layout, find_checkpoints
+from .costs import cost_model, forwards_of, plan_options
 from .engine import check_deepspeed_options, deepspeed_config
 from .job import build_loader, open_dataset, run_folder
 from .launch import start_process
@@ -67,26 +67,20 @@ def dry_run(config: Config) -> DryRun:
         loader = build_loader(config, dataset, mesh)
         model = build_config(
             config.model, window_tokens=dataset.window_tokens, vocab_size=dataset.vocab_size
-        ).get_text_config()
+        )
+        sizes = model_sizes(model)
+        cost = cost_model(config, sizes)
         windows = next(loader)
-    attention = config.attention
-    plan = make_plan(
-        windows[0],
-        mesh.sp_group,
-        attention.layout,
-        attention.exchange,
-        ulysses=attention.ulysses,
-        engine=attention.engine,
-    )
-    check_heads(model.num_attention_heads, model.num_key_value_heads, plan.data.ulysses)
-    head_dim = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+    options = plan_options(config.attention, cost)
+    plan = make_plan(windows[0], mesh.sp_group, **options, engine=config.attention.engine)
+    check_heads(sizes.num_heads, sizes.num_kv_heads, plan.data.ulysses)
     sent = plan.predicted_bytes(
-        num_layers=model.num_hidden_layers,
-        num_heads=model.num_attention_heads,
-        num_kv_heads=model.num_key_value_heads,
-        head_dim=head_dim,
-        dtype=torch.bfloat16 if config.model.dtype == "bf16" else torch.float32,
-        forwards=2 if config.model.gradient_checkpointing else 1,
+        num_layers=sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        dtype=DTYPES[config.model.dtype],
+        forwards=forwards_of(config),
     )
     group = control.gather((plan.num_pairs, sent))[: mesh.sp]
     return DryRun(
@@ -96,8 +90,8 @@ def dry_run(config: Config) -> DryRun:
         dp=mesh.dp,
         sp=mesh.sp,
         accumulation=shape.accumulation,
-        model_type=model.model_type,
-        num_layers=model.num_hidden_layers,
+        model_type=sizes.model_type,
+        num_layers=sizes.num_layers,
         windows=len(dataset),
         window_id=loader.window_ids(0, 1)[0],
         window_tokens=plan.length,

@@ -17,10 +17,12 @@ from ..data.agreement import check_prepared
 from ..errors import UserError
 from ..model import TrainModel, build_model, verify_rope
 from ..parallel import Mesh, build_mesh
+from ..watch.sizes import sizes_of
 from ..window import Window
+from .costs import cost_model
 from .engine import build_engine
 from .launch import start_process
-from .seeds import seed_everything
+from .seeds import seed_everything, use_deterministic_operators
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
@@ -37,6 +39,8 @@ class Job:
 
     def __init__(self, config: Config) -> None:
         self.config = config
+        if config.train.deterministic:
+            use_deterministic_operators()
         self.process = start_process()
         self.control = self.process.control
         self.device = self.process.device
@@ -49,6 +53,7 @@ class Job:
             self.loader = build_loader(config, self.dataset, self.mesh)
         with self.control.together("building the model"):
             self.train_model = self._build_model()
+            self.cost = cost_model(config, sizes_of(self.train_model.causal_lm))
         self.engine: DeepSpeedEngine = build_engine(self.train_model, config, self.device)
         with self.control.together("checking RoPE after DeepSpeed's casts"):
             verify_rope(self.train_model.causal_lm)

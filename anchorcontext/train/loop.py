@@ -92,7 +92,7 @@ class Trainer:
         with meter.timed("data"):
             micro_batches = job.next_micro_batches()
             plans = plan_micro_batches(
-                micro_batches, self.mesh, self.config.attention, self.control
+                micro_batches, self.mesh, self.config.attention, self.control, job.cost
             )
             num_targets = count_targets(micro_batches, self.mesh, self.control)
         outcome = train_step(job.engine, plans, num_targets, meter)
@@ -128,6 +128,7 @@ class Trainer:
             self.control,
             self.config,
             title=f"logit check {when}",
+            cost=self.job.cost,
         )
         logits = found.comparisons[0].logits
         assert logits is not None, "a logit check compares logits"

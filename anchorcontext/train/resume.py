@@ -23,6 +23,8 @@ _ROUNDING = (
     "attention.ulysses",
     "loss.chunk_tokens",
     "model.gradient_checkpointing",
+    "parallel.exchange_memory",
+    "parallel.hardware",
     "train.micro_batch_windows",
 )
 

@@ -20,9 +20,11 @@ from ..config.sections import AttentionSection
 from ..errors import UserError
 from ..modes import PADDING
 from ..parallel import Mesh, Plan, make_plan, shard
+from ..plan import CostModel
 from ..watch.metrics import StepMeter
 from ..window import Window
 from .control import Control
+from .costs import plan_options
 from .engine import apply_step, learning_rate
 
 if TYPE_CHECKING:
@@ -50,8 +52,11 @@ def plan_micro_batches(
     mesh: Mesh,
     attention: AttentionSection,
     control: Control,
+    cost: CostModel | None = None,
 ) -> list[Plan]:
     """The plan of every micro-batch of a step; collective.
+
+    ``cost``: of a layer of the model (:func:`~anchorcontext.train.costs.cost_model`).
 
     Raises:
         UserError: on every rank, when the ranks of some SP group were given different windows.
@@ -64,9 +69,7 @@ def plan_micro_batches(
                 make_plan(
                     windows,
                     mesh.sp_group,
-                    attention.layout,
-                    attention.exchange,
-                    ulysses=attention.ulysses,
+                    **plan_options(attention, cost),
                     engine=attention.engine,
                 )
             )

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..modes import IGNORE
-from ..plan import BatchPlan
+from ..plan import BatchPlan, CostModel
 from ..window import Window
 from .flops import visible_pairs
 
@@ -140,18 +140,20 @@ def inspect_window(
     exchange: str = "auto",
     names: Callable[[int], str] | None = None,
     model: ModelTraffic | None = None,
+    cost: CostModel | None = None,
 ) -> Inspection:
     """Look at one window as ``sp`` ranks would share it.
 
     Args:
         names: what to call run i of the window.
         model: the model whose bytes are counted; without it only rows are.
+        cost: of one of its layers, as training plans with it.
 
     Raises:
         UserError: an unknown layout or exchange, or one that swaps heads: its ranks hold other
             tokens in attention than outside of it, which rows between ranks do not tell.
     """
-    plan = BatchPlan([window], sp, layout, exchange)
+    plan = BatchPlan([window], sp, layout, exchange, cost=cost)
     if plan.ulysses > 1:
         raise UserError(
             f"exchange {exchange!r}: an inspection shows rows that travel between ranks, as 'ring' "

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from anchorcontext import Window
+from anchorcontext.estimate import model_sizes
 from anchorcontext.estimate.links import across_nodes, layer_bytes, row_traffic
-from anchorcontext.estimate.shape import model_sizes
 from anchorcontext.plan import BatchPlan
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_config

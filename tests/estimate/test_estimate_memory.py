@@ -11,13 +11,13 @@ import torch
 from anchorcontext import Window, enable, make_plan, shard
 from anchorcontext.config import load_config
 from anchorcontext.config.load import parse_config
+from anchorcontext.estimate import ModelSizes, configured_sizes, model_sizes
 from anchorcontext.estimate.memory import (
     activation_memory,
     estimate_memory,
     layer_activation_bytes,
     state_memory,
 )
-from anchorcontext.estimate.shape import ModelSizes, configured_sizes, model_sizes
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_config, tiny_model
 

@@ -142,7 +142,7 @@ def test_gradient_and_weight_traffic_by_zero_stage(stage, gradients, weights):
 
 
 def test_a_slower_network_and_a_slower_device_cost_time(tmp_path):
-    profile = (ROOT / "anchorcontext" / "estimate" / "profiles" / "h100.yaml").read_text()
+    profile = (ROOT / "anchorcontext" / "hardware" / "profiles" / "h100.yaml").read_text()
     slow = tmp_path / "slow.yaml"
     slow.write_text(
         profile.replace("network_bytes_per_second: 50e9", "network_bytes_per_second: 1e9")
@@ -256,7 +256,7 @@ def test_mistakes_are_named(arguments, message):
 )
 def test_a_wrong_profile_is_refused_by_its_key(change, message, tmp_path):
     path = tmp_path / "mine.yaml"
-    profile = ROOT / "anchorcontext" / "estimate" / "profiles" / "h100.yaml"
+    profile = ROOT / "anchorcontext" / "hardware" / "profiles" / "h100.yaml"
     path.write_text(profile.read_text().replace(*change))
     with pytest.raises(UserError, match=r"mine\.yaml") as raised:
         load_hardware(str(path))

@@ -1,0 +1,77 @@
+"""What a layer of the configured model costs on the configured hardware.
+
+``train``, ``parity``, ``plan`` and ``inspect`` call the planner with the same options, made here
+from the same config: pure arithmetic, equal on every rank without communication.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..hardware import Hardware, load_hardware
+from ..plan import CostModel
+
+if TYPE_CHECKING:
+    from ..config import Config
+    from ..config.sections import AttentionSection
+    from ..watch.sizes import ModelSizes
+
+GRADIENT_SIZE = 4
+EXCHANGE_SHARE = 0.05
+"""Of a device's memory, for the buffers of an exchange, where the config gives no bytes."""
+
+
+def cost_model(config: Config, sizes: ModelSizes, hardware: Hardware | None = None) -> CostModel:
+    """The costs of one layer of a model of ``sizes``.
+
+    Rows travel at the rate of the node's links where every SP group lies in one node of the
+    hardware (ranks are on nodes in their order), else at that of the network.
+
+    Args:
+        hardware: default: what ``parallel.hardware`` names.
+
+    Raises:
+        UserError: there is no such hardware profile, or it holds a wrong figure.
+    """
+    if hardware is None:
+        hardware = load_hardware(config.parallel.hardware)
+    parallel, dtype = config.parallel, config.model.dtype
+    inside = hardware.devices_per_node % parallel.sp == 0
+    rate = hardware.node_bytes_per_second if inside else hardware.network_bytes_per_second
+    memory = parallel.exchange_memory
+    return CostModel.of_layer(
+        linear_weights=(sizes.linear_weights - sizes.head_weights) / sizes.num_layers,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        forwards=forwards_of(config),
+        element_size=element_size_of(config),
+        gradient_size=GRADIENT_SIZE,
+        flops_per_second=hardware.flops(dtype),
+        attention_flops_per_second=hardware.attention_flops(dtype),
+        seconds_per_tile=hardware.seconds_per_tile,
+        bytes_per_second=rate,
+        seconds_per_message=hardware.seconds_per_message,
+        exchange_memory=EXCHANGE_SHARE * hardware.memory_bytes if memory is None else memory,
+    )
+
+
+def plan_options(attention: AttentionSection, cost: CostModel | None) -> dict[str, Any]:
+    """How :class:`~anchorcontext.plan.BatchPlan` and ``make_plan`` are called for a config."""
+    return {
+        "layout": attention.layout,
+        "exchange": attention.exchange,
+        "ulysses": attention.ulysses,
+        "cost": cost,
+        "exact": attention.exact,
+    }
+
+
+def forwards_of(config: Config) -> int:
+    """Forward passes of a layer in a training step."""
+    return 2 if config.model.gradient_checkpointing else 1
+
+
+def element_size_of(config: Config) -> int:
+    """Bytes of an element of queries, keys and values."""
+    return 2 if config.model.dtype == "bf16" else 4
