@@ -35,7 +35,7 @@ MOST_DOCUMENTS = 40
 @click.option("--mode", metavar="NAME", help="Attention mode; the config's otherwise.")
 @click.option("--sp", type=int, metavar="P", help="Ranks that share the window.")
 @click.option("--layout", metavar="NAME", help="Which tokens each rank holds.")
-@click.option("--exchange", metavar="NAME", help="How keys reach the queries: ring or gather.")
+@click.option("--exchange", metavar="NAME", help="How keys reach the queries.")
 @click.option("--png", type=click.Path(path_type=Path), metavar="PATH", help="Draw it to PATH.")
 @click.option("--all", "show_all", is_flag=True, help="List every document of a long window.")
 def command(
@@ -64,6 +64,7 @@ def command(
     names: Callable[[int], str] | None = None
     model: ModelTraffic | None = None
     cost: CostModel | None = None
+    backend = "native"
     if documents is not None:
         window = _example_window(documents, mode or "anchor")
     elif config_path is not None:
@@ -75,6 +76,7 @@ def command(
         model, cost = _model(config, sp)
         layout = layout or config.attention.layout
         exchange = exchange or config.attention.exchange
+        backend = config.attention.backend
     else:
         raise UserError("no window given; name a config, or lengths as in --documents 7,13,5")
     inspection = inspect_window(
@@ -85,6 +87,7 @@ def command(
         names=names,
         model=model,
         cost=cost,
+        backend=backend,
     )
     _show(inspection, show_all)
     if png is not None and is_main_rank():
@@ -179,9 +182,12 @@ def _show(inspection: Inspection, show_all: bool) -> None:
     echo(mask_text(inspection, blocks, UNICODE if encoding.startswith("utf") else ASCII))
     echo()
     echo(
-        f"layout {plan.layout}, exchange {plan.exchange}, {plan.sp_size} ranks of "
+        f"backend {inspection.backend}, layout {plan.layout}, exchange {plan.exchange_name}, "
+        f"{plan.sp_size} ranks of "
         f"{plan.local_length:,} rows; the busiest has {inspection.balance:.3f} x the mean work"
     )
+    if plan.choice is not None:
+        echo(f"exchange auto, a layer's step on the busiest rank: {plan.choice.reason}")
     _show_ranks(inspection)
     if plan.sp_size > 1:
         share = inspection.rows_moved / inspection.rows_unpruned

@@ -19,6 +19,13 @@ _SCRATCH_TAKEN = {
     "_attn_implementation": "attention.engine",
 }
 
+# Layout and exchange of ring-flash-attn's functions; auto is the first that fits.
+_RING_FLASH_ATTN = {
+    "full": (("zigzag", "ring"), ("contiguous", "gather"), ("contiguous", "ring")),
+    "intra_doc": (("contiguous", "gather"), ("zigzag", "ring")),
+}
+_RING_FLASH_ATTN["intra_doc_reset"] = _RING_FLASH_ATTN["intra_doc"]
+
 
 def broken_rules(config: Config) -> list[Problem]:
     """Every rule that ``config`` breaks, in the order of its sections."""
@@ -29,6 +36,7 @@ def broken_rules(config: Config) -> list[Problem]:
         *_data(config),
         *_train(config),
         *_exchange(config),
+        *_backend(config),
         *contradictions(config),
     ]
 
@@ -193,4 +201,52 @@ def _exchange(config: Config) -> Iterator[Problem]:
             exchange,
             "rounds differently for every sp, which attention.exact rules out",
             "choose auto, gather or ulysses, or set attention.exact to false",
+        )
+
+
+def _backend(config: Config) -> Iterator[Problem]:
+    """What ring-flash-attn cannot express, of what is known before a window is."""
+    attention, sp = config.attention, config.parallel.sp
+    if attention.backend == "native":
+        return
+    name, native = "attention.backend = 'ring_flash_attn'", "set attention.backend to native"
+    if sp < 2:
+        yield Problem("parallel.sp", sp, f"is 2 or more with {name}", f"raise it, or {native}")
+    if attention.mode not in _RING_FLASH_ATTN:
+        yield Problem(
+            "attention.mode",
+            attention.mode,
+            f"needs a key that all documents see; {name} has full, intra_doc and intra_doc_reset",
+            f"choose one of these, or {native}",
+        )
+        return
+    for key, value, default in (
+        ("ulysses", attention.ulysses, 1),
+        ("exact", attention.exact, False),
+        ("engine", attention.engine, "auto"),
+    ):
+        if value != default:
+            rule = f"is {shown(default)} with {name}, which has no such choice"
+            yield Problem(f"attention.{key}", value, rule, f"leave it out, or {native}")
+    ways = _RING_FLASH_ATTN[attention.mode]
+    fitting = [
+        (layout, exchange)
+        for layout, exchange in ways
+        if attention.layout in ("auto", layout) and attention.exchange in ("auto", exchange)
+    ]
+    if not fitting:
+        known = ", ".join(f"layout {layout} with exchange {exchange}" for layout, exchange in ways)
+        yield Problem(
+            "attention.layout",
+            attention.layout,
+            f"with attention.exchange = {attention.exchange!r} is not among what {name} has for "
+            f"mode {attention.mode}: {known}",
+            f"choose one of these, or {native}",
+        )
+    elif config.model.dtype == "fp32" and fitting[0][1] == "ring":
+        yield Problem(
+            "model.dtype",
+            "fp32",
+            f"gets wrong gradients from the rings of {name}",
+            f"set it to bf16, or {native}",
         )

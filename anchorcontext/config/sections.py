@@ -178,6 +178,10 @@ class AttentionSection(Section):
     engine: Literal["auto", "reference", "cpu"] = "auto"
     """Which kernel computes the tiles on one device."""
 
+    backend: Literal["native", "ring_flash_attn"] = "native"
+    """Whose code exchanges and attends: ours, or the package ring-flash-attn (CUDA, modes ``full``
+    and ``intra_doc``, layouts ``zigzag`` and ``contiguous``)."""
+
 
 class ParallelSection(Section):
     """How ranks share the work: world = dp x sp."""

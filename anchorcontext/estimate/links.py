@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..plan import BatchPlan
+from ..plan import BatchPlan, RingFlashAttnPlan
 from ..plan.heads import heads_per_rank
 from ..plan.ring import ring_travels
 from ..watch.sizes import ModelSizes
@@ -37,6 +37,8 @@ class RowTraffic:
 
 def row_traffic(plan: BatchPlan) -> RowTraffic:
     """Count the rows of a plan."""
+    if isinstance(plan, RingFlashAttnPlan):
+        return _unpruned_traffic(plan)
     pieces, need, teams = plan.pieces, plan.need, plan.num_teams
     least = _by_owner(need, pieces.size, pieces.owner)
     forward = np.zeros((teams, teams), dtype=np.int64)
@@ -69,12 +71,17 @@ def layer_bytes(
     """int64 (P, P): bytes that rank i sends to rank j in one attention layer of a training step.
 
     Args:
-        element_size: bytes of an element of queries, keys and values; gradients of keys are fp32.
+        element_size: bytes of an element of queries, keys and values; gradients of keys are fp32,
+            but those that ring-flash-attn's llama3 function reduces.
         forwards: forward passes a step, 2 with gradient checkpointing.
     """
     heads, kv_heads = heads_per_rank(sizes.num_heads, sizes.num_kv_heads, plan.ulysses)
     row = 2 * kv_heads * sizes.head_dim
-    teams = rows.forward * (row * element_size * (forwards + 1)) + rows.returns * (row * 4)
+    gradient_size = 4
+    if isinstance(plan, RingFlashAttnPlan):
+        gradient_size = plan.gradient_size(element_size)
+    keys = rows.forward * (row * element_size * (forwards + 1))
+    teams = keys + rows.returns * (row * gradient_size)
     sent = np.kron(teams, np.eye(plan.ulysses, dtype=np.int64))
     if plan.ulysses > 1:
         local = plan.batch_size * plan.local_length * (2 * heads + 2 * kv_heads) * sizes.head_dim
@@ -88,6 +95,34 @@ def across_nodes(num_ranks: int, devices_per_node: int, first_rank: int = 0) -> 
     """bool (P, P): ranks i and j of an SP group that starts at ``first_rank`` are on two nodes."""
     node = (first_rank + np.arange(num_ranks)) // devices_per_node
     return node[:, None] != node[None, :]
+
+
+def _unpruned_traffic(plan: RingFlashAttnPlan) -> RowTraffic:
+    """Every rank's whole shard: round the ring, or to all others at once.
+
+    The steps of :meth:`~anchorcontext.plan.RingFlashAttnPlan.rank`, in closed form.
+    """
+    ranks, num_rows = plan.sp_size, plan.batch_size * plan.local_length
+    ones = np.ones(ranks, dtype=np.int64)
+    if plan.exchange == "ring":
+        to_next = np.roll(np.eye(ranks, dtype=np.int64), 1, axis=1)
+        return RowTraffic(
+            forward=to_next * num_rows * (ranks - 1),
+            returns=to_next * num_rows * ranks,
+            messages=ones * (ranks - 1),
+            return_messages=ones * ranks,
+            key_rows=ones * 2 * num_rows,
+            step_rows=ones * num_rows,
+        )
+    to_others = (1 - np.eye(ranks, dtype=np.int64)) * num_rows
+    return RowTraffic(
+        forward=to_others,
+        returns=to_others,
+        messages=ones * (ranks - 1),
+        return_messages=ones * (ranks - 1),
+        key_rows=ones * num_rows * (ranks - 1),
+        step_rows=ones * num_rows * (ranks - 1),
+    )
 
 
 def _ring_arrivals(plan: BatchPlan) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import UserError
 from ..hardware import Hardware
-from ..plan import BatchPlan, check_heads
+from ..plan import BatchPlan, check_heads, plan_batch
 from ..train.costs import cost_model, forwards_of, plan_options
 from ..watch.flops import attention_flops, linear_flops
 from ..watch.sizes import ModelSizes
@@ -60,6 +60,8 @@ class ModeEstimate:
     mode: str
     layout: str
     exchange: str
+    choice: str | None
+    """Why ``exchange: auto`` chose it for the first sampled micro-batch."""
     pairs_a_window: float
     density: float
     """Visible pairs over those of full causal attention."""
@@ -199,6 +201,8 @@ def _world(
     shape = config.check_world(world_size)
     traffic = state_traffic(sizes, config, hardware, world_size, shape.accumulation)
     modes = dict.fromkeys((*MODES, config.attention.mode))
+    if config.attention.backend != "native":  # made for one mode, and for some not at all
+        modes = dict.fromkeys([config.attention.mode])
     anchored = config.data.anchor != "none"
     return WorldEstimate(
         world_size=world_size,
@@ -227,7 +231,7 @@ def _mode(
     shape, cost = config.check_world(world_size), cost_model(config, sizes, hardware)
     options = plan_options(config.attention, cost)
     plans = [
-        BatchPlan([window.with_mode(mode) for window in batch], shape.sp, **options)
+        plan_batch([window.with_mode(mode) for window in batch], shape.sp, **options)
         for batch in batches
     ]
     check_heads(sizes.num_heads, sizes.num_kv_heads, plans[0].ulysses)
@@ -247,7 +251,8 @@ def _mode(
     return ModeEstimate(
         mode=mode,
         layout=plans[0].layout,
-        exchange=plans[0].exchange if plans[0].ulysses == 1 else f"ulysses {plans[0].ulysses}",
+        exchange=plans[0].exchange_name,
+        choice=None if plans[0].choice is None else plans[0].choice.reason,
         pairs_a_window=pairs,
         density=pairs / float((lengths * (lengths + 1) / 2).mean()),
         linear_flops=linear,
@@ -339,6 +344,8 @@ def _mean(values: Sequence[Any], accumulation: int) -> float:
 def _fits(config: Config, sizes: ModelSizes, world_size: int, sp: int) -> bool:
     train, attention = config.train, config.attention
     if world_size % sp or train.windows_per_step % (world_size // sp * train.micro_batch_windows):
+        return False
+    if sp == 1 and attention.backend != "native":
         return False
     ulysses = _ulysses(config, sp)
     if sp % ulysses or (attention.exchange == "hybrid" and not 1 < ulysses < sp):

@@ -15,7 +15,7 @@ import importlib.util
 import sys
 import types
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -131,7 +131,7 @@ def _ring(
     scale: float,
 ) -> torch.Tensor:
     function = load_submodule("ring_flash_attn").ring_flash_attn_func
-    return function(q, k, v, softmax_scale=scale, causal=True, group=plan.group)
+    return function(q, k, v, **_options(plan, scale))
 
 
 def _zigzag_ring(
@@ -143,7 +143,7 @@ def _zigzag_ring(
     scale: float,
 ) -> torch.Tensor:
     function = load_submodule("zigzag_ring_flash_attn").zigzag_ring_flash_attn_func
-    return function(q, k, v, softmax_scale=scale, causal=True, group=plan.group)
+    return function(q, k, v, **_options(plan, scale))
 
 
 def _zigzag_ring_varlen(
@@ -169,9 +169,7 @@ def _zigzag_ring_varlen(
     q_rows, k_rows, v_rows = (x.flatten(0, 1) for x in (q, k, v))
     out = module.zigzag_ring_flash_attn_varlen_func(
         *(q_rows, k_rows, v_rows, edges, longest),
-        softmax_scale=scale,
-        causal=True,
-        group=plan.group,
+        **_options(plan, scale),
     )
     return out.unflatten(0, q.shape[:2])
 
@@ -198,9 +196,7 @@ def _llama3_varlen(
             data.cache[key] = (*on_device, longest_q, longest_k, HEADS_A_GATHER, keys)
         out = module.llama3_flash_attn_varlen_func(
             *(q[index], k[index], v[index], *data.cache[key]),
-            softmax_scale=scale,
-            causal=True,
-            group=plan.group,
+            **_options(plan, scale),
         )
         outs.append(out)
     return torch.stack(outs)
@@ -212,6 +208,16 @@ FUNCTIONS: dict[str, Callable[..., torch.Tensor]] = {
     ZIGZAG_RING_VARLEN.name: _zigzag_ring_varlen,
     LLAMA3_VARLEN.name: _llama3_varlen,
 }
+
+
+def _options(plan: Plan, scale: float) -> dict[str, Any]:
+    """What all of the package's functions are called with."""
+    return {
+        "softmax_scale": scale,
+        "causal": True,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "group": plan.group,
+    }
 
 
 def _check(q: torch.Tensor, data: RingFlashAttnPlan) -> None:

@@ -1,6 +1,7 @@
 """Layouts of the literature that ``balanced`` is compared with in benchmarks.
 
-``document_zigzag`` is also what backend ``ring_flash_attn`` asks for. Both give runs as :mod:`.runs` describes, for a window padded to a multiple of P.
+``document_zigzag`` is also what backend ``ring_flash_attn`` asks for. Both give runs as
+:mod:`.runs` describes, for a window padded to a multiple of P.
 """
 
 from __future__ import annotations

@@ -152,10 +152,14 @@ class RingFlashAttnPlan(BatchPlan):
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             element_size=element_size,
-            gradient_size=4 if self.exchange == "ring" else element_size,
+            gradient_size=self.gradient_size(element_size),
             forwards=forwards,
             backwards=backwards,
         )
+
+    def gradient_size(self, element_size: int) -> int:
+        """Bytes of an element of the key gradients that travel."""
+        return 4 if self.exchange == "ring" else element_size
 
     def _ring_steps(self, rank: int, num_rows: int) -> tuple[Step, ...]:
         """All rows to the next rank, P - 1 times; gradients follow P times, and are home."""

@@ -57,13 +57,14 @@ def cost_model(config: Config, sizes: ModelSizes, hardware: Hardware | None = No
 
 
 def plan_options(attention: AttentionSection, cost: CostModel | None) -> dict[str, Any]:
-    """How :class:`~anchorcontext.plan.BatchPlan` and ``make_plan`` are called for a config."""
+    """How ``plan_batch`` (:mod:`anchorcontext.plan`) and ``make_plan`` are called for a config."""
     return {
         "layout": attention.layout,
         "exchange": attention.exchange,
         "ulysses": attention.ulysses,
         "cost": cost,
         "exact": attention.exact,
+        "backend": attention.backend,
     }
 
 

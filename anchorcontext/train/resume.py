@@ -17,6 +17,7 @@ _FREE_SECTIONS = ("checkpoint.", "parity.", "watch.", "data.")
 _COUNTS = ("data.shuffle",)
 # How the same numbers are computed: only their rounding changes, which the log says.
 _ROUNDING = (
+    "attention.backend",
     "attention.engine",
     "attention.exchange",
     "attention.layout",

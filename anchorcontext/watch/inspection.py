@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UserError
 from ..modes import IGNORE
-from ..plan import BatchPlan, CostModel
+from ..plan import BatchPlan, CostModel, plan_batch
 from ..window import Window
 from .flops import visible_pairs
 
@@ -45,12 +44,13 @@ class RankRow:
     """Real ones."""
     padding: int
     tiles: int
-    pairs: int
-    """Visible (query, key) pairs it computes, the anchor's included."""
+    """With ulysses those of its team, for its share of the heads."""
+    pairs: float
+    """Visible (query, key) pairs it computes, the anchor's included; with ulysses its share."""
     load: float
     """Its pairs over the mean of all ranks."""
     rows_sent: int
-    """Key rows sent in one forward."""
+    """Key rows sent in one forward; what ulysses swaps is no row."""
     rows_received: int
     gradient_rows_sent: int
     """Rows of key gradients returned in one backward."""
@@ -84,6 +84,8 @@ class Inspection:
     ranks: tuple[RankRow, ...]
     traffic: np.ndarray
     """int64 (P, P): key rows that rank i sends to rank j in one forward of one layer."""
+    backend: str = "native"
+    """Whose code moves them."""
 
     @property
     def pairs(self) -> int:
@@ -121,8 +123,10 @@ class Inspection:
             "visible_pairs": self.pairs,
             "density": self.density,
             "sp": self.plan.sp_size,
+            "backend": self.backend,
             "layout": self.plan.layout,
-            "exchange": self.plan.exchange,
+            "exchange": self.plan.exchange_name,
+            "choice": None if self.plan.choice is None else asdict(self.plan.choice),
             "padded_tokens": self.plan.padded_length,
             "ranks": [asdict(row) for row in self.ranks],
             "balance": self.balance,
@@ -141,6 +145,7 @@ def inspect_window(
     names: Callable[[int], str] | None = None,
     model: ModelTraffic | None = None,
     cost: CostModel | None = None,
+    backend: str = "native",
 ) -> Inspection:
     """Look at one window as ``sp`` ranks would share it.
 
@@ -148,19 +153,13 @@ def inspect_window(
         names: what to call run i of the window.
         model: the model whose bytes are counted; without it only rows are.
         cost: of one of its layers, as training plans with it.
+        backend: whose traffic and balance.
 
     Raises:
-        UserError: an unknown layout or exchange, or one that swaps heads: its ranks hold other
-            tokens in attention than outside of it, which rows between ranks do not tell.
+        UserError: an unknown layout or exchange; what the backend cannot express.
     """
-    plan = BatchPlan([window], sp, layout, exchange, cost=cost)
-    if plan.ulysses > 1:
-        raise UserError(
-            f"exchange {exchange!r}: an inspection shows rows that travel between ranks, as 'ring' "
-            "and 'gather' move them; choose one of these"
-        )
-    pairs = [plan.rank(rank).num_pairs for rank in range(sp)]
-    mean = sum(pairs) / sp
+    plan = plan_batch([window], sp, backend=backend, layout=layout, exchange=exchange, cost=cost)
+    mean = sum(_pairs(plan, rank) for rank in range(sp)) / sp
     traffic = _traffic(plan)
     return Inspection(
         window=window,
@@ -168,6 +167,7 @@ def inspect_window(
         documents=_documents(window, names),
         ranks=tuple(_rank_row(plan, rank, mean, traffic, model) for rank in range(sp)),
         traffic=traffic,
+        backend=backend,
     )
 
 
@@ -199,7 +199,7 @@ def _documents(window: Window, names: Callable[[int], str] | None) -> tuple[Docu
 def _rank_row(
     plan: BatchPlan, rank: int, mean_pairs: float, traffic: np.ndarray, model: ModelTraffic | None
 ) -> RankRow:
-    mine = plan.rank(rank)
+    mine, pairs = plan.rank(rank), _pairs(plan, rank)
     holds = [(start, stop) for start, stop, owner in plan.runs[0].tolist() if owner == rank]
     tokens = sum(max(0, min(stop, plan.length) - start) for start, stop in holds)
     bytes_sent = None
@@ -220,13 +220,18 @@ def _rank_row(
         tokens=tokens,
         padding=plan.local_length - tokens,
         tiles=sum(len(step.tiles) for step in mine.steps),
-        pairs=mine.num_pairs,
-        load=mine.num_pairs / mean_pairs if mean_pairs else 1.0,
+        pairs=pairs,
+        load=pairs / mean_pairs if mean_pairs else 1.0,
         rows_sent=int(traffic[rank].sum()),
         rows_received=int(traffic[:, rank].sum()),
         gradient_rows_sent=mine.return_rows_sent,
         bytes_sent=bytes_sent,
     )
+
+
+def _pairs(plan: BatchPlan, rank: int) -> float:
+    pairs = plan.rank(rank).num_pairs
+    return pairs if plan.ulysses == 1 else pairs / plan.ulysses
 
 
 def _traffic(plan: BatchPlan) -> np.ndarray:
@@ -236,5 +241,7 @@ def _traffic(plan: BatchPlan) -> np.ndarray:
         transfers = [*(step.incoming for step in mine.steps), mine.anchors.broadcast]
         for transfer in transfers:
             for message in transfer.sends:
-                moved[rank, message.peer] += message.rows.num_rows
+                # A team's message goes to the member in the same place of the other team.
+                peer = message.peer * plan.ulysses + rank % plan.ulysses
+                moved[rank, peer] += message.rows.num_rows
     return moved

@@ -10,7 +10,7 @@ import pytest
 from anchorcontext import Window
 from anchorcontext.estimate import model_sizes
 from anchorcontext.estimate.links import across_nodes, layer_bytes, row_traffic
-from anchorcontext.plan import BatchPlan
+from anchorcontext.plan import BatchPlan, RingFlashAttnPlan
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_config
 
@@ -78,6 +78,22 @@ def test_rows_held_and_messages_as_the_steps_of_the_plan_say():
                 assert rows.key_rows[rank] == max(held)
                 assert rows.step_rows[rank] == max(foreign)
                 assert rows.messages[rank] == sum(len(t.sends) for t in transfers)
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_ring_flash_attn_sends_what_its_plan_says(exchange):
+    sizes = model_sizes(tiny_config(num_attention_heads=8, num_key_value_heads=4))
+    shape = {"num_heads": 8, "num_kv_heads": 4, "head_dim": sizes.head_dim, "element_size": 2}
+    for ranks in (2, 4):
+        plan = RingFlashAttnPlan(make_windows("full"), ranks, exchange=exchange)
+        rows = row_traffic(plan)
+        sent = layer_bytes(plan, rows, sizes, element_size=2, forwards=2)
+        expected = [plan.bytes_sent(rank, **shape, forwards=2) for rank in range(ranks)]
+        assert sent.sum(axis=1).tolist() == expected
+        for rank in range(ranks):
+            mine = plan.rank(rank)
+            assert rows.messages[rank] == sum(len(s.incoming.sends) for s in mine.steps)
+            assert rows.return_messages[rank] == sum(len(s.returns.sends) for s in mine.steps)
 
 
 def test_nodes():

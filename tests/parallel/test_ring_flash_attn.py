@@ -6,11 +6,16 @@ Against a dense oracle in fp64: ``llama3_varlen``, which computes in the tensors
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 from typing import NamedTuple
 
 import pytest
 
+from anchorcontext.errors import UserError
+from anchorcontext.parallel.ring_flash_attn import check_request
 from anchorcontext.testing import run_distributed
+from anchorcontext.testing.flash_attn_cpu import install_flash_attn_cpu
 
 HEAD_DIM, SCALE = 8, 0.3
 BF16 = 2e-2
@@ -90,8 +95,6 @@ def count_what_travels(world):
 
 
 def check_cases(rank, world, cases):
-    from anchorcontext.testing.flash_attn_cpu import install_flash_attn_cpu
-
     install_flash_attn_cpu()
     sent = count_what_travels(world)
     for case in cases:
@@ -160,3 +163,72 @@ def check_case(rank, case, sent):
 @pytest.mark.parametrize("world", [2, 4])
 def test_forward_and_backward_equal_the_dense_oracle(world):
     run_distributed(check_cases, world, cases(world))
+
+
+@pytest.fixture
+def flash_attn_cpu():
+    """flash_attn over CPU tensors in this process, and gone after the test."""
+    before = set(sys.modules)
+    yield install_flash_attn_cpu()
+    for name in set(sys.modules) - before:
+        if name.split(".")[0] in ("flash_attn", "ring_flash_attn"):
+            del sys.modules[name]
+
+
+def attend(mode="full", layout="auto", exchange="auto", dtype="bfloat16", head_dim=8):
+    """The call of rank 0 of 2; refused before it needs the other one."""
+    import torch
+
+    from anchorcontext import Window, distributed_attention
+    from anchorcontext.parallel import Plan
+    from anchorcontext.plan import RingFlashAttnPlan
+
+    window = Window.from_documents([range(16)], None, mode)
+    plan = Plan(RingFlashAttnPlan([window], 2, layout, exchange))
+    q = torch.zeros(1, 2, plan.local_length, head_dim, dtype=getattr(torch, dtype))
+    distributed_attention(q, q, q, plan)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float32"}, "q is float32: ring-flash-attn's zigzag_ring .* model.dtype bf16"),
+        ({"dtype": "float64", "mode": "intra_doc", "layout": "zigzag"}, "zigzag_ring_varlen"),
+        ({"dtype": "float16", "layout": "contiguous", "exchange": "ring"}, "for bfloat16 alone"),
+        ({"head_dim": 12}, "head dimension 12: .* multiples of 8 up to 256"),
+        ({"head_dim": 264}, "head dimension 264"),
+    ],
+)
+def test_what_the_package_would_compute_wrongly_is_refused(flash_attn_cpu, options, message):
+    with pytest.raises(UserError, match=message):
+        attend(**options)
+
+
+def test_flash_attn_of_cuda_takes_no_cpu_tensors(flash_attn_cpu, monkeypatch):
+    monkeypatch.delattr(flash_attn_cpu, "device_type")
+    with pytest.raises(UserError, match=r"q is on cpu: .* computes on cuda; use attention.backend"):
+        attend()
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("ring_flash_attn", "pip install --no-deps ring-flash-attn==0.1.8"),
+        ("flash_attn", "pip install --no-build-isolation flash-attn, which needs CUDA"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_line_that_installs_it(monkeypatch, missing, line):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == missing else find_spec(name)
+    )
+    with pytest.raises(UserError, match=f"{missing} is not installed; {line}"):
+        attend()
+
+
+def test_kernels_and_overlap_cannot_be_chosen(flash_attn_cpu):
+    with pytest.raises(UserError, match=r"engine 'cpu': .* flash-attn computes"):
+        check_request("cpu", overlap=True)
+    with pytest.raises(UserError, match="overlap False"):
+        check_request("auto", overlap=False)
+    check_request("auto", overlap=True)

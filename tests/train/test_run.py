@@ -264,3 +264,39 @@ def test_nan_stops_every_rank_with_the_windows_named(tiny):
     assert f"windows {record['windows']}" in message and len(record["windows"]) == 4
     assert "loss not finite on ranks [0, 1]" in message
     assert find_checkpoints(run_dir(config) / "checkpoints") == ([], [])
+
+
+def ring_flash_attn_run(rank, world_size, config):
+    """A run whose flash-attn computes on CPU tensors."""
+    from anchorcontext.testing.flash_attn_cpu import install_flash_attn_cpu
+
+    install_flash_attn_cpu()
+    return train(config).step
+
+
+def test_ring_flash_attn_trains_as_the_native_backend_does(tiny):
+    def config(name, **attention):
+        return tiny(
+            run={"name": name},
+            attention={"mode": "intra_doc", **attention},
+            parallel={"sp": 2},
+            train={"steps": 3},
+            parity={"at_start": True, "at_end": True},
+        )
+
+    native = config("native")
+    package = config("package", backend="ring_flash_attn")
+    run_distributed(undisturbed, 2, native)
+    run_distributed(ring_flash_attn_run, 2, package)
+    records = [read_metrics(run_dir(c) / "metrics.jsonl")[0] for c in (native, package)]
+    assert [r["step"] for r in records[1]] == [1, 2, 3]
+    for expected, found in zip(*records, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert found[key] == pytest.approx(expected[key], rel=1e-5)
+        assert found["bytes_sent"] > expected["bytes_sent"] > 0
+
+
+def test_ring_flash_attn_without_flash_attn_is_refused_on_every_rank(tiny):
+    config = tiny(attention={"mode": "intra_doc", "backend": "ring_flash_attn"}, parallel={"sp": 2})
+    with pytest.raises(RuntimeError, match="flash_attn is not installed; pip install"):
+        run_distributed(undisturbed, 2, config)

@@ -76,9 +76,29 @@ def test_rows_and_bytes_are_those_of_the_plan(exchange):
     assert sum(row.bytes_sent for row in inspection.ranks) > 0
 
 
-def test_an_exchange_that_swaps_heads_is_refused_by_name():
-    with pytest.raises(UserError, match="'ulysses'"):
-        inspect_window(window_of(7, 13), sp=2, exchange="ulysses")
+def test_ring_flash_attn_moves_every_row_to_every_rank():
+    inspection = inspect_window(
+        window_of(7, 13, 5, 30, mode="full"), sp=4, backend="ring_flash_attn"
+    )
+    assert inspection.rows_moved == inspection.rows_unpruned
+    assert inspection.as_dict()["backend"] == "ring_flash_attn"
+    rows = inspection.plan.local_length
+    assert [rank.rows_sent for rank in inspection.ranks] == [3 * rows] * 4
+    assert [rank.gradient_rows_sent for rank in inspection.ranks] == [4 * rows] * 4
+
+
+def test_ranks_that_swap_heads_share_their_teams_work_and_send_no_rows():
+    inspection = inspect_window(window_of(7, 13), sp=2, exchange="ulysses")
+    assert [rank.pairs for rank in inspection.ranks] == [inspection.pairs / 2] * 2
+    assert inspection.rows_moved == 0 and inspection.balance == 1.0
+    assert inspection.as_dict()["exchange"] == "ulysses"
+
+
+def test_the_choice_of_auto_and_its_reason_are_part_of_the_report():
+    found = inspect_window(window_of(70, 130), sp=2).as_dict()
+    assert found["choice"]["exchange"] == found["exchange"]
+    assert found["choice"]["reason"].startswith(found["exchange"])
+    assert inspect_window(window_of(7, 13), sp=2, exchange="ring").as_dict()["choice"] is None
 
 
 def test_one_rank_sends_nothing():
