@@ -103,6 +103,9 @@ def _show_world(world: WorldEstimate, device_bytes: float) -> None:
         ("model FLOPs utilisation", [f"{m.mfu:.1%}" for m in modes]),
     ]
     echo_table([(what, *values) for what, values in rows], ("busiest rank", *names))
+    for mode in modes:
+        if mode.choice is not None:
+            echo(f"{mode.mode}, exchange auto, a layer's step on the busiest rank: {mode.choice}")
     traffic = world.state_traffic
     echo(
         f"every rank sends {traffic.gradient_bytes / GB:,.4g} GB of gradients and "

@@ -48,6 +48,7 @@ def _print_dry_run(found: DryRun) -> None:
             ("documents", f"{found.window_documents:,}, anchor included"),
             ("targets", f"{found.window_targets:,}"),
             ("layout", f"{found.layout}, {found.tokens_per_rank:,} tokens a rank"),
+            ("exchange", found.exchange),
             ("pairs a rank", ", ".join(f"{pairs:,.0f}" for pairs in found.pairs_per_rank)),
             ("bytes sent a rank", ", ".join(f"{sent:,}" for sent in found.bytes_per_rank)),
         ],

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..plan import BatchPlan, RingFlashAttnPlan
 from ..plan.heads import heads_per_rank
-from ..plan.ring import ring_travels
+from ..plan.ring import ring_arrivals
 from ..watch.sizes import ModelSizes
 
 
@@ -43,7 +43,7 @@ def row_traffic(plan: BatchPlan) -> RowTraffic:
     least = _by_owner(need, pieces.size, pieces.owner)
     forward = np.zeros((teams, teams), dtype=np.int64)
     if plan.exchange == "ring":
-        arriving = _ring_arrivals(plan)
+        arriving = ring_arrivals(pieces, need)
         sent = np.roll(arriving.sum(axis=0), -1)
         forward[np.arange(teams), (np.arange(teams) + 1) % teams] = sent
         messages = np.roll((arriving > 0).sum(axis=0), -1)
@@ -123,17 +123,6 @@ def _unpruned_traffic(plan: RingFlashAttnPlan) -> RowTraffic:
         key_rows=ones * num_rows * (ranks - 1),
         step_rows=ones * num_rows * (ranks - 1),
     )
-
-
-def _ring_arrivals(plan: BatchPlan) -> np.ndarray:
-    """int64 (T, T): rows that reach rank j at step i of the ring."""
-    pieces, teams = plan.pieces, plan.num_teams
-    travels = ring_travels(pieces, plan.need)
-    travels[0] = False
-    step, piece = np.nonzero(travels)
-    place = step * teams + (pieces.owner[piece] + step) % teams
-    counts = np.bincount(place, weights=pieces.size[piece], minlength=teams * teams)
-    return counts.astype(np.int64).reshape(teams, teams)
 
 
 def _by_owner(need: np.ndarray, size: np.ndarray, owner: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from .backends import BACKENDS, plan_batch
 from .batch import EXCHANGES, BatchPlan
+from .choice import Candidate, Choice
 from .cost import CostModel
 from .heads import check_heads
 from .layout import LAYOUTS
@@ -15,6 +16,8 @@ __all__ = [
     "LAYOUTS",
     "Anchors",
     "BatchPlan",
+    "Candidate",
+    "Choice",
     "CostModel",
     "Message",
     "Pieces",

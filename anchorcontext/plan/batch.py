@@ -11,7 +11,7 @@ import numpy as np
 from ..errors import UserError
 from ..window import Window
 from .anchors import plan_anchors
-from .choice import choose_exchange
+from .choice import Choice, choose_exchange
 from .cost import CostModel
 from .exact import exact_steps
 from .gather import gather_steps
@@ -44,7 +44,7 @@ class BatchPlan:
         exchange: ``"ring"``, ``"gather"``, ``"ulysses"`` (U = P), ``"hybrid"`` (U as given, ring
             among the teams) or ``"auto"`` (:mod:`~anchorcontext.plan.choice`).
         ulysses: U; also with ``"ring"`` and ``"gather"``, the exchange among the teams.
-        cost: what ``balanced`` minimises; the same on all ranks.
+        cost: what ``balanced`` and ``auto`` minimise; the same on all ranks.
         exact: forward has the same bits for every P (:mod:`~anchorcontext.plan.exact`); rows travel
             by ``"gather"``.
 
@@ -70,21 +70,45 @@ class BatchPlan:
         self.windows = tuple(windows)
         self.sp_size = sp_size
         self.exact = exact
-        self._exchange, self.ulysses = _resolve_exchange(exchange, ulysses, sp_size, exact)
-        self.num_teams = sp_size // self.ulysses
         self.length = max(window.num_tokens for window in windows)
+        self.exchange, ulysses = _resolve_exchange(exchange, ulysses, sp_size, exact)
+        self._lay_out(layout, ulysses, cost)
+        self.choice: Choice | None = None
+        if self.exchange == "auto":
+            self._choose(layout, cost)
+        self._ranks: dict[int, RankPlan] = {}
+
+    def _lay_out(self, layout: str, ulysses: int, cost: CostModel | None) -> None:
+        """Share the windows among teams of ``ulysses`` ranks."""
+        self.ulysses, self.num_teams = ulysses, self.sp_size // ulysses
         self.layouts = tuple(
             resolve_layout(layout, window, self.num_teams) for window in self.windows
         )
         self.padded_length = max(
-            padded_length(self.length, name, sp_size, self.num_teams) for name in self.layouts
+            padded_length(self.length, name, self.sp_size, self.num_teams) for name in self.layouts
         )
         self.team_runs = tuple(
             layout_runs(name, window, self.padded_length, self.num_teams, cost)
             for name, window in zip(self.layouts, self.windows, strict=True)
         )
         self.runs = tuple(split_runs(runs, self.ulysses) for runs in self.team_runs)
-        self._ranks: dict[int, RankPlan] = {}
+
+    def _choose(self, layout: str, cost: CostModel | None) -> None:
+        """Decide ``auto``, laid out for an exchange of rows so far."""
+        self.exchange = "gather"
+        if self.num_teams == 1:
+            return
+        token_rows = self.batch_size * -(-self.length // self.sp_size)
+        cost = cost or CostModel()
+        swap = self.ulysses == 1
+        share = cost if swap else cost.share_of_heads(self.ulysses)
+        choice = choose_exchange(self.pieces, self.need, token_rows, share, swap)
+        if choice.exchange == "ulysses":
+            del self.pieces, self.need  # of the other layout
+            self._lay_out(layout, self.sp_size, cost)
+        else:
+            self.exchange = choice.exchange
+        self.choice = choice
 
     @property
     def batch_size(self) -> int:
@@ -111,13 +135,12 @@ class BatchPlan:
         """bool (P / U, n): which team needs which foreign piece."""
         return needed(self.pieces, self.num_teams)
 
-    @cached_property
-    def exchange(self) -> str:
-        """How rows travel among teams: ``ring`` or ``gather``; ``auto`` has been decided."""
-        if self._exchange != "auto":
-            return self._exchange
-        shard_rows = self.batch_size * self.local_length * self.ulysses
-        return choose_exchange(self.pieces, self.need, shard_rows)
+    @property
+    def exchange_name(self) -> str:
+        """The exchange as a user would ask for it."""
+        if self.ulysses == 1:
+            return self.exchange
+        return "ulysses" if self.num_teams == 1 else f"ulysses {self.ulysses} + {self.exchange}"
 
     def local_indices(self, rank: int, window: int) -> np.ndarray:
         """int64 (S,): the tokens of a padded window that ``rank`` holds, in row order."""

@@ -16,9 +16,11 @@ attention alone, and never entirely (the copies of a collective occupy a part of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+
+from .heads import heads_per_rank
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,19 @@ class CostModel:
             messages_per_peer=forwards + 2.0,
             heads=(num_heads, num_kv_heads),
             **rates,
+        )
+
+    def share_of_heads(self, ulysses: int) -> CostModel:
+        """The costs of a row and a pair for one rank of a team that swaps heads."""
+        rows = 1 / ulysses
+        if self.heads is not None:
+            rows = heads_per_rank(*self.heads, ulysses)[1] / self.heads[1]
+        return replace(
+            self,
+            flops_per_pair=self.flops_per_pair / ulysses,
+            bytes_per_row=self.bytes_per_row * rows,
+            gradient_bytes_per_row=self.gradient_bytes_per_row * rows,
+            memory_per_row=self.memory_per_row * rows,
         )
 
     @property

@@ -11,14 +11,20 @@ def check_heads(num_heads: int, num_kv_heads: int, ulysses: int) -> None:
     Raises:
         UserError: they cannot; names the counts, the rule and the sizes that work.
     """
-    if _divides(num_heads, num_kv_heads, ulysses):
+    if heads_divide(num_heads, num_kv_heads, ulysses):
         return
-    fitting = [n for n in range(1, num_heads + 1) if _divides(num_heads, num_kv_heads, n)]
+    fitting = [n for n in range(1, num_heads + 1) if heads_divide(num_heads, num_kv_heads, n)]
     raise UserError(
         f"ulysses = {ulysses} with {num_heads} query and {num_kv_heads} key/value heads: ulysses "
         "must divide the query heads, and divide the key/value heads or be a multiple of them; use "
         f"one of {fitting}, or exchange ring or gather, which do not split heads"
     )
+
+
+def heads_divide(num_heads: int, num_kv_heads: int, ulysses: int) -> bool:
+    """Whether ``ulysses`` divides the query heads, and divides the key/value heads or is a multiple
+    of them."""
+    return num_heads % ulysses == 0 and (num_kv_heads % ulysses == 0 or ulysses % num_kv_heads == 0)
 
 
 def heads_per_rank(num_heads: int, num_kv_heads: int, ulysses: int) -> tuple[int, int]:
@@ -33,7 +39,3 @@ def kv_heads_of(member: int, num_kv_heads: int, ulysses: int) -> slice:
     """The key/value heads that a member's query heads read."""
     first = member * num_kv_heads // ulysses
     return slice(first, first + max(1, num_kv_heads // ulysses))
-
-
-def _divides(num_heads: int, num_kv_heads: int, ulysses: int) -> bool:
-    return num_heads % ulysses == 0 and (num_kv_heads % ulysses == 0 or ulysses % num_kv_heads == 0)

@@ -33,6 +33,17 @@ def ring_rows(pieces: Pieces, need: np.ndarray) -> int:
     return int((ring_travels(pieces, need)[1:] * pieces.size).sum())
 
 
+def ring_arrivals(pieces: Pieces, need: np.ndarray) -> np.ndarray:
+    """int64 (P, P): key rows that reach rank j at step i of the ring."""
+    sp_size = len(need)
+    travels = ring_travels(pieces, need)
+    travels[0] = False
+    step, piece = np.nonzero(travels)
+    place = step * sp_size + (pieces.owner[piece] + step) % sp_size
+    counts = np.bincount(place, weights=pieces.size[piece], minlength=sp_size**2)
+    return counts.astype(np.int64).reshape(sp_size, sp_size)
+
+
 def ring_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> tuple[Step, ...]:
     """The steps of ``rank``; trailing steps in which it does nothing are left out."""
     sp_size = len(need)

@@ -37,6 +37,7 @@ class DryRun:
     window_documents: int
     window_targets: int
     layout: str
+    exchange: str
     tokens_per_rank: int
     """Of the window, padding included."""
     pairs_per_rank: list[int]
@@ -98,6 +99,7 @@ def dry_run(config: Config) -> DryRun:
         window_documents=len(windows[0].cu_seqlens) - 1,
         window_targets=windows[0].num_targets,
         layout=plan.data.layout,
+        exchange=plan.data.exchange_name,
         tokens_per_rank=plan.local_length,
         pairs_per_rank=[pairs for pairs, _ in group],
         bytes_per_rank=[sent for _, sent in group],
