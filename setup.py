@@ -46,6 +46,7 @@ setup(
         "rich>=13",
         "tqdm>=4.66",
         "psutil>=5.9",
+        "packaging>=24",
         "matplotlib>=3.8",  # pictures of windows: `anchorcontext inspect --png`
         "cloudpickle>=3",  # anchorcontext.testing sends functions to its ranks
     ],

@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "Turn a checkpoint into a plain Hugging Face folder.",
     "import-gguf": "Turn a GGUF file into a plain Hugging Face folder.",
     "bench": "Compare layouts, exchanges and steps with named baselines.",
+    "doctor": "Show packages and attention engines, and how to add what is missing.",
     "config": "Check a config and show it resolved, or list every key.",
 }
 
