@@ -100,10 +100,13 @@ class RingFlashAttnPlan(BatchPlan):
         if same_document:
             for number, window in enumerate(self.windows):
                 self._check_documents(number, window)
+
+    def _lay_out(self, layout: str, ulysses: int, cost: CostModel | None) -> None:
+        super()._lay_out(layout, ulysses, cost)
         if self.algorithm is ZIGZAG_RING_VARLEN:
             self.layouts = ("document_zigzag",) * self.batch_size
             self.runs = self.team_runs = tuple(
-                document_zigzag(window, self.padded_length, sp_size) for window in self.windows
+                document_zigzag(window, self.padded_length, self.sp_size) for window in self.windows
             )
 
     def sequence_edges(self, window: int) -> np.ndarray:
