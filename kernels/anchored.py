@@ -1,0 +1,87 @@
+"""Tiles and anchors in one call: engines that take the anchor along, and all the others.
+
+An engine whose class sets ``takes_anchors`` accepts two more keyword arguments, ``anchors`` in
+``forward`` and ``anchors`` with ``d_anchors`` in ``backward``, and computes the anchors' column in
+the launch that computes the tiles. Every other engine gets the rank-1 correction of :mod:`.merge`
+after its tiles; the result is the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .interface import Engine, SoftmaxState, Tiles
+from .merge import anchor_backward_, anchor_forward_
+
+
+@dataclass(frozen=True, eq=False)
+class AnchorKeys:
+    """Anchors and the query rows that see them.
+
+    Attributes:
+        rows: (A, 2, Hkv, D) key and value of every anchor, dtype and device of k.
+        queries: int64 (m, 3) ``anchor, q_start, q_stop``: query rows that see the anchor and whose
+            tiles do not hold it; disjoint.
+    """
+
+    rows: torch.Tensor
+    queries: np.ndarray
+
+
+def forward_with_anchors_(
+    engine: Engine,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    tiles: Tiles,
+    scale: float,
+    state: SoftmaxState,
+    anchors: AnchorKeys,
+) -> None:
+    """Merge the tiles' and the anchors' attention into ``state``, in place.
+
+    Arguments as for `Engine.forward`; ``tiles`` may be empty.
+    """
+    if getattr(engine, "takes_anchors", False):
+        engine.forward(q, k, v, tiles, scale, state, anchors=anchors)  # type: ignore[call-arg]
+        return
+    if len(tiles):
+        engine.forward(q, k, v, tiles, scale, state)
+    for number, start, stop in anchors.queries.tolist():
+        k0, v0 = anchors.rows[number]
+        anchor_forward_(state, q, k0, v0, scale, start, stop)
+
+
+def backward_with_anchors_(
+    engine: Engine,
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tiles: Tiles,
+    scale: float,
+    dq: torch.Tensor,
+    dk: torch.Tensor,
+    dv: torch.Tensor,
+    anchors: AnchorKeys,
+    d_anchors: torch.Tensor,
+) -> None:
+    """Add the tiles' gradients into ``dq``, ``dk``, ``dv``; anchors' into ``dq``, ``d_anchors``.
+
+    Arguments as for `Engine.backward`; ``tiles`` may be empty. ``d_anchors`` (A, 2, Hkv, D) is an
+    accumulator like the other three.
+    """
+    arguments = (dout, q, k, v, out, lse, tiles, scale, dq, dk, dv)
+    if getattr(engine, "takes_anchors", False):
+        engine.backward(*arguments, anchors=anchors, d_anchors=d_anchors)  # type: ignore[call-arg]
+        return
+    if len(tiles):
+        engine.backward(*arguments)
+    for number, start, stop in anchors.queries.tolist():
+        (k0, v0), (dk0, dv0) = anchors.rows[number], d_anchors[number]
+        anchor_backward_(dout, q, k0, v0, out, lse, scale, start, stop, dq, dk0, dv0)

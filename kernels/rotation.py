@@ -1,0 +1,43 @@
+"""RoPE that an engine applies by itself, in fp32, right before the dot product.
+
+Stock models rotate queries and keys in the model's dtype and hand over the rounded result. An
+engine that takes a `Rotation` gets them unrotated and keeps the rotated values in fp32 registers:
+the control for what rounding the rotation to bf16 costs, at the memory of flash attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """fp32 cosines and sines of the angles of every row, contiguous, (rows, D / 2).
+
+    Column d rotates with column d + D / 2, by ``position * theta^(-2 d / D)``: RoFormer (arXiv
+    2104.09864) in the column order of Hugging Face models.
+
+    Attributes:
+        q_cos, q_sin: of the N query rows.
+        k_cos, k_sin: of the M key rows.
+        anchor_cos, anchor_sin: of the A anchors' keys; needed only in a call with anchors.
+    """
+
+    q_cos: torch.Tensor
+    q_sin: torch.Tensor
+    k_cos: torch.Tensor
+    k_sin: torch.Tensor
+    anchor_cos: torch.Tensor | None = None
+    anchor_sin: torch.Tensor | None = None
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """``x`` (rows, H, D) rotated by the angles of each row (rows, D / 2), in the tables' dtype.
+
+    The inverse is ``rotate(x, cos, -sin)``.
+    """
+    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
