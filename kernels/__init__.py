@@ -16,19 +16,23 @@ import torch
 
 from anchorcontext.errors import UserError
 
+from .anchored import AnchorKeys, backward_with_anchors_, forward_with_anchors_
 from .interface import TILE_COLUMNS, Engine, SoftmaxState, Tiles, accumulator_dtype
 from .merge import anchor_backward_, anchor_forward_, lse_for_backward, merge_, merge_rows_
 
 __all__ = [
     "ENGINES",
     "TILE_COLUMNS",
+    "AnchorKeys",
     "Engine",
     "SoftmaxState",
     "Tiles",
     "accumulator_dtype",
     "anchor_backward_",
     "anchor_forward_",
+    "backward_with_anchors_",
     "engine_report",
+    "forward_with_anchors_",
     "get_engine",
     "lse_for_backward",
     "merge_",
@@ -41,7 +45,10 @@ logger = logging.getLogger("anchorcontext")
 # A class has `name` and `why_not(device, dtype)`; its module must import without the engine's
 # optional dependencies and let `why_not` say which is missing.
 ENGINES: dict[str, str] = {
+    "flash_attn": ".varlen:FlashAttnEngine",
+    "varlen": ".varlen:VarlenEngine",
     "cpu": ".cpu:CpuEngine",
+    "flex": ".flex:FlexEngine",
     "reference": ".reference:ReferenceEngine",
 }
 

@@ -24,10 +24,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from anchorcontext.kernels import (
+    AnchorKeys,
     SoftmaxState,
     accumulator_dtype,
-    anchor_backward_,
-    anchor_forward_,
+    backward_with_anchors_,
+    forward_with_anchors_,
 )
 
 from ..errors import UserError
@@ -105,13 +106,13 @@ def _forward(
     state = SoftmaxState.empty(q)
     keys = _KeyTravel(k, v, plan)
     for step, k_step, v_step in keys:
-        if len(step.tiles):
+        if step is plan.mine.steps[-1]:
+            anchors = keys.anchors()
+            with meter.computing():
+                forward_with_anchors_(engine, q, k_step, v_step, step.tiles, scale, state, anchors)
+        elif len(step.tiles):
             with meter.computing():
                 engine.forward(q, k_step, v_step, step.tiles, scale, state)
-    anchors = keys.anchors()
-    with meter.computing():
-        for number, start, stop in plan.mine.anchors.queries.tolist():
-            anchor_forward_(state, q, anchors[number, 0], anchors[number, 1], scale, start, stop)
     return state
 
 
@@ -134,12 +135,17 @@ def _backward(
     for step, k_step, v_step in keys:
         own = step is plan.mine.steps[0]
         d_step = dkv if own else dkv.new_zeros((step.num_rows, *dkv.shape[1:]))
-        if len(step.tiles):
+        arguments = (
+            dout, q, k_step, v_step, out, lse, step.tiles, scale, dq, d_step[:, 0], d_step[:, 1],
+        )  # fmt: skip
+        if step is plan.mine.steps[-1]:
+            anchors = keys.anchors()
+            d_anchors = torch.zeros(anchors.rows.shape, dtype=dtype, device=q.device)
             with meter.computing():
-                engine.backward(
-                    dout, q, k_step, v_step, out, lse, step.tiles, scale,
-                    dq, d_step[:, 0], d_step[:, 1],
-                )  # fmt: skip
+                backward_with_anchors_(engine, *arguments, anchors, d_anchors)
+        elif len(step.tiles):
+            with meter.computing():
+                engine.backward(*arguments)
         if not own:
             # Added one step late, so that a return travels while the next step computes.
             _add_returns_(dkv, returning)
@@ -148,14 +154,6 @@ def _backward(
                 returning.wait()
             if step.kept is not None:
                 add_(dkv, step.kept[0], take(d_step, step.kept[1]))
-    anchors = keys.anchors()
-    d_anchors = torch.zeros(anchors.shape, dtype=dtype, device=q.device)
-    with meter.computing():
-        for number, start, stop in plan.mine.anchors.queries.tolist():
-            anchor_backward_(
-                dout, q, anchors[number, 0], anchors[number, 1], out, lse, scale, start, stop,
-                dq, d_anchors[number, 0], d_anchors[number, 1],
-            )  # fmt: skip
     _add_returns_(dkv, returning)
     _return_anchors_(dkv, d_anchors, plan)
     return dq, dkv[:, 0], dkv[:, 1]
@@ -165,7 +163,7 @@ class _KeyTravel:
     """The keys of a plan's steps, in order: yields (step, k (M, Hkv, D), v (M, Hkv, D)).
 
     While the caller computes on one step's rows, the next step's travel (unless the plan says not
-    to overlap). Anchors travel from the first step on and are asked for at the end.
+    to overlap). Anchors travel from the first step on and are asked for with the last step's rows.
     """
 
     def __init__(self, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> None:
@@ -192,8 +190,8 @@ class _KeyTravel:
             held = self._assemble(following, incoming, held)
             k, v = held[:, 0], held[:, 1]
 
-    def anchors(self) -> torch.Tensor:
-        """Keys and values of the anchors (A, 2, Hkv, D); zero where no query here sees them."""
+    def anchors(self) -> AnchorKeys:
+        """The anchors' rows (A, 2, Hkv, D), zero where no query here sees them, and who does."""
         plan = self._plan.mine.anchors
         anchors = self._k.new_zeros((plan.num_anchors, 2, *self._k.shape[1:]))
         for number, row in plan.own.tolist():
@@ -203,7 +201,7 @@ class _KeyTravel:
             arrived = self._anchor_exchange.wait()
             for message, rows in zip(plan.broadcast.receives, arrived, strict=True):
                 put_(anchors, message.rows, rows)
-        return anchors
+        return AnchorKeys(anchors, plan.queries)
 
     def _post(self, transfer: Transfer, source: torch.Tensor | None) -> Exchange | None:
         if source is None:
