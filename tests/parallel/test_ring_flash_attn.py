@@ -94,20 +94,26 @@ def count_what_travels(world):
     return sent
 
 
-def check_cases(rank, world, cases):
+def check_cases(rank, world, cases, groups=None):
+    """Every case on the group of this rank: all ranks, or one of ``groups``."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    for ranks in groups or ():
+        made = dist.new_group(ranks)
+        group = made if rank in ranks else group
     install_flash_attn_cpu()
-    sent = count_what_travels(world)
+    sent = count_what_travels(dist.get_world_size(group))
     for case in cases:
         try:
-            check_case(rank, case, sent)
+            check_case(group, case, sent)
         except Exception as error:
             raise AssertionError(f"{world} ranks, {case}: {error}") from error
 
 
-def check_case(rank, case, sent):
+def check_case(group, case, sent):
     """Out, dq, dk and dv of this rank's rows, and bytes: predicted, counted by the meter, sent."""
     import torch
-    import torch.distributed as dist
 
     from anchorcontext import Window, distributed_attention, make_plan
     from anchorcontext.testing.oracle import dense_attention, dense_mask
@@ -115,9 +121,8 @@ def check_case(rank, case, sent):
     windows = [
         Window.from_documents(map(range, lengths), None, case.mode) for lengths in case.batch
     ]
-    plan = make_plan(
-        windows, dist.group.WORLD, case.layout, case.exchange, backend="ring_flash_attn"
-    )
+    plan = make_plan(windows, group, case.layout, case.exchange, backend="ring_flash_attn")
+    rank = plan.sp_rank
     assert plan.data.algorithm.name == case.function
     dtype = torch.float64 if case.function == "llama3_varlen" else torch.bfloat16
     heads, kv_heads = case.heads
@@ -163,6 +168,12 @@ def check_case(rank, case, sent):
 @pytest.mark.parametrize("world", [2, 4])
 def test_forward_and_backward_equal_the_dense_oracle(world):
     run_distributed(check_cases, world, cases(world))
+
+
+def test_groups_of_some_ranks_with_others_between_them():
+    """As with dp = 2 over strided SP groups: the package's neighbours are the group's."""
+    one_of_each = {case.function: case for case in cases(2)}
+    run_distributed(check_cases, 4, list(one_of_each.values()), ([0, 2], [1, 3]))
 
 
 @pytest.fixture
