@@ -154,14 +154,14 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fill dq (B, Sq, Hq, D), dk and dv (B, Sk, Hkv, D) -> rowsum(dO * O), (B, Hq, Sq)."""
+    """Fill dq (B, Sq, Hq, D), dk and dv (B, Sk, Hkv, D); the row sums of dO * O are not made."""
     _refuse(dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
     batch, length = q.shape[:2]
     dout, q_rows, k_rows, v_rows, out = (x.flatten(0, 1) for x in (dout, q, k, v, out))
     lse = softmax_lse.transpose(1, 2).flatten(0, 1)
     tiles = _batch_tiles(batch, length, k.shape[1], causal)
-    delta = _backward(dout, q_rows, k_rows, v_rows, out, lse, tiles, softmax_scale, (dq, dk, dv))
-    return delta.unflatten(0, (batch, length)).transpose(1, 2)
+    _backward(dout, q_rows, k_rows, v_rows, out, lse, tiles, softmax_scale, (dq, dk, dv))
+    return softmax_lse.new_empty(0)
 
 
 def _flash_attn_varlen_backward(
@@ -188,11 +188,11 @@ def _flash_attn_varlen_backward(
     deterministic: bool,
     rng_state: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Fill dq (N, Hq, D), dk and dv (M, Hkv, D) -> rowsum(dO * O), (Hq, N)."""
+    """Fill dq (N, Hq, D), dk and dv (M, Hkv, D); the row sums of dO * O are not made."""
     _refuse(dropout_p, (window_size_left, window_size_right), softcap, alibi_slopes)
     tiles = _varlen_tiles(cu_seqlens_q, cu_seqlens_k, causal)
-    delta = _backward(dout, q, k, v, out, softmax_lse.t(), tiles, softmax_scale, (dq, dk, dv))
-    return delta.t()
+    _backward(dout, q, k, v, out, softmax_lse.t(), tiles, softmax_scale, (dq, dk, dv))
+    return softmax_lse.new_empty(0)
 
 
 def _forward(
@@ -216,16 +216,14 @@ def _backward(
     tiles: Tiles,
     scale: float,
     buffers: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-) -> torch.Tensor:
-    """Overwrite ``buffers`` (dq, dk, dv) with the gradients of the packed rows; returns the row
-    sums of dO * O, (N, Hq)."""
+) -> None:
+    """Overwrite ``buffers`` (dq, dk, dv) with the gradients of the packed rows."""
     dtype = accumulator_dtype(q.dtype)
     sums = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v)]
     engine = get_engine("cpu", device=q.device, dtype=q.dtype)
     engine.backward(dout, q, k, v, out, lse, tiles, scale, *sums)
     for buffer, total in zip(buffers, sums, strict=True):
         buffer.copy_(total.view(buffer.shape))
-    return (dout.to(dtype) * out.to(dtype)).sum(-1)
 
 
 def _batch_tiles(batch: int, num_queries: int, num_keys: int, causal: bool) -> Tiles:
