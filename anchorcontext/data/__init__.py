@@ -7,7 +7,7 @@
     packing.py              document lengths -> which tokens make which window
     store.py                windows <-> a folder of memory-mapped files
     pipeline.py, report.py  all of the above, with an account of every token
-    loader.py               windows -> the micro-batches of one data-parallel rank
+    loader.py, prefetch.py  windows -> the micro-batches of one data-parallel rank
 """
 
 from .loader import Loader, epoch_order

@@ -15,6 +15,7 @@ sp, nor on accumulation, and a position is one integer that means the same in ev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy as np
 from ..errors import UserError
 from ..modes import Mode, get_mode
 from ..window import Window
+from .prefetch import Prefetch
 from .store import WindowDataset
 
 
@@ -99,6 +101,23 @@ class Loader:
         self.last_ids: list[int] = []
         """Dataset indices of the windows handed out last."""
         self._order: tuple[int, np.ndarray] | None = None
+        self._ahead: list[int] = []
+        self._prepare: Callable[[list[Window]], object] | None = None
+        self._prefetch = Prefetch(self._micro_batch)
+
+    def prefetch(self, count: int, prepare: Callable[[list[Window]], object] | None = None) -> None:
+        """Read the ``count`` micro-batches after each one that is handed out in the background.
+
+        ``prepare`` is called with the windows there, before they are handed out: to plan them. What
+        it, or reading, raises comes out of ``next``. The stream and its state stay the same.
+        """
+        self._prepare = prepare
+        self._ahead = [round_ * self.windows_per_round for round_ in range(1, count + 1)]
+
+    def close(self) -> None:
+        """End the background thread; the loader goes on without one."""
+        self._ahead = []
+        self._prefetch.close()
 
     @property
     def epoch(self) -> int:
@@ -118,14 +137,23 @@ class Loader:
         return self
 
     def __next__(self) -> list[Window]:
-        # A prefetcher belongs here: ids and windows are functions of the position alone, so later
-        # rounds can be built ahead while ``position`` keeps counting what was handed out.
-        first = self.position + self.dp_rank * self.micro_batch_windows
-        ids = self.window_ids(first, self.micro_batch_windows)
-        windows = [self.dataset[index].window(self.mode, self.boundary) for index in ids]
+        if self._ahead:
+            following = [self.position + step for step in self._ahead]
+            ids, windows = self._prefetch.get(self.position, following)
+        else:
+            ids, windows = self._micro_batch(self.position)
         self.position += self.windows_per_round
         self.last_ids = ids
         return windows
+
+    def _micro_batch(self, position: int) -> tuple[list[int], list[Window]]:
+        """This rank's share of the round at ``position``: a function of the position alone."""
+        first = position + self.dp_rank * self.micro_batch_windows
+        ids = self.window_ids(first, self.micro_batch_windows)
+        windows = [self.dataset[index].window(self.mode, self.boundary) for index in ids]
+        if self._prepare is not None:
+            self._prepare(windows)
+        return ids, windows
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands; equal on all ranks, independent of dp, sp and accumulation."""
@@ -160,6 +188,8 @@ class Loader:
 
     def _window_id(self, n: int) -> int:
         epoch, place = divmod(n, len(self.dataset))
-        if self._order is None or self._order[0] != epoch:
-            self._order = epoch, epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)
-        return int(self._order[1][place])
+        order = self._order  # the other thread may be in another epoch
+        if order is None or order[0] != epoch:
+            order = epoch, epoch_order(len(self.dataset), self.seed, epoch, self.shuffle)
+            self._order = order
+        return int(order[1][place])

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from anchorcontext.kernels import Engine, accumulator_dtype, get_engine
 
 from ..errors import UserError
-from ..plan import BatchPlan, CostModel, RankPlan, RingFlashAttnPlan, plan_batch
+from ..plan import BatchPlan, CostModel, RankPlan, RingFlashAttnPlan
+from ..plan.cache import PLANS
 from ..window import Window
 from .mesh import group_device
 from .meter import Meter
@@ -24,7 +25,9 @@ class Plan:
     """One micro-batch's plan on this rank; made once, used by every layer, forward and backward.
 
     Attributes:
-        data: the :class:`~anchorcontext.plan.BatchPlan` of all ranks.
+        data: the :class:`~anchorcontext.plan.BatchPlan` of all ranks; micro-batches of the same
+            documents share it.
+        windows: the micro-batch.
         mine: this rank's part of it.
         peers: the ranks this one exchanges rows with, None without any.
         team: the ranks this one swaps heads with (ulysses), None without any.
@@ -40,8 +43,10 @@ class Plan:
         engine: str = "auto",
         *,
         overlap: bool = True,
+        windows: Sequence[Window] | None = None,
     ) -> None:
         self.data = data
+        self.windows = data.windows if windows is None else tuple(windows)
         self.overlap = overlap
         self.group = group
         self.sp_size = data.sp_size
@@ -52,11 +57,6 @@ class Plan:
         self._engine_name = engine
         self._team_orders: dict[torch.device, torch.Tensor | None] = {}
         self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
-
-    @property
-    def windows(self) -> tuple[Window, ...]:
-        """The micro-batch."""
-        return self.data.windows
 
     @property
     def batch_size(self) -> int:
@@ -170,7 +170,7 @@ def make_plan(
     if sp_group is not None and verify and sp_size > 1:
         options = f"{layout} {exchange} {ulysses} {cost} {exact} {backend}"
         _check_agreement(batch, options, sp_group)
-    data = plan_batch(
+    data = PLANS.plan(
         batch,
         sp_size,
         backend=backend,
@@ -182,7 +182,8 @@ def make_plan(
     )
     if isinstance(data, RingFlashAttnPlan):
         check_request(engine, overlap)
-    return Plan(data, sp_group if sp_size > 1 else None, engine, overlap=overlap)
+    group = sp_group if sp_size > 1 else None
+    return Plan(data, group, engine, overlap=overlap, windows=batch)
 
 
 def _peers(

@@ -17,9 +17,10 @@ from ..data.agreement import check_prepared
 from ..errors import UserError
 from ..model import TrainModel, build_model, verify_rope
 from ..parallel import Mesh, build_mesh
+from ..plan.cache import PLANS
 from ..watch.sizes import sizes_of
 from ..window import Window
-from .costs import cost_model
+from .costs import cost_model, plan_options
 from .engine import build_engine
 from .launch import start_process
 from .seeds import seed_everything, use_deterministic_operators
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
+
+MOST_AHEAD = 8
+"""Micro-batches of the next step that are read and planned while a step computes."""
 
 
 class Job:
@@ -54,6 +58,9 @@ class Job:
         with self.control.together("building the model"):
             self.train_model = self._build_model()
             self.cost = cost_model(config, sizes_of(self.train_model.causal_lm))
+        ahead = min(self.shape.accumulation, MOST_AHEAD)
+        PLANS.reserve(self.shape.accumulation + ahead)
+        self.loader.prefetch(ahead, self._plan_ahead)
         self.engine: DeepSpeedEngine = build_engine(self.train_model, config, self.device)
         with self.control.together("checking RoPE after DeepSpeed's casts"):
             verify_rope(self.train_model.causal_lm)
@@ -82,9 +89,15 @@ class Job:
         return windows
 
     def close(self) -> None:
-        """Release the engine and leave the process group."""
+        """End the loader, release the engine and leave the process group."""
+        self.loader.close()
         self.engine.destroy()
         self.process.close()
+
+    def _plan_ahead(self, windows: list[Window]) -> None:
+        """Plan a coming micro-batch; ``make_plan`` then finds it. NumPy only: runs in a thread."""
+        options = plan_options(self.config.attention, self.cost)
+        PLANS.plan(windows, self.mesh.sp, **options).rank(self.mesh.sp_rank)
 
     def _build_model(self) -> TrainModel:
         model = build_model(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from anchorcontext.config import load_config
 from anchorcontext.errors import UserError
 from anchorcontext.hardware import load_hardware
 from anchorcontext.plan import CostModel
+from anchorcontext.testing import run_distributed
 from anchorcontext.train.costs import cost_model
+from anchorcontext.train.job import Job
+from anchorcontext.train.step import plan_micro_batches
 from anchorcontext.watch.sizes import model_sizes, sizes_of
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
@@ -82,3 +86,34 @@ def test_a_model_and_its_config_have_the_same_sizes():
 def test_an_unknown_hardware_is_refused_with_the_nearest_name():
     with pytest.raises(UserError, match=r"hardware 'h10'.*did you mean 'h100'"):
         cost_model(demo("parallel.hardware=h10"), model_sizes(LlamaConfig(**LLAMA3_8B)))
+
+
+def planned_ahead(rank, world_size, config):
+    """Which threads made plans, and what was left of them."""
+    from anchorcontext.plan import cache  # the rank's own, not one that travels here
+
+    made_by, make = [], cache.plan_batch
+
+    def recorded(*arguments, **options):
+        made_by.append(threading.current_thread().name)
+        return make(*arguments, **options)
+
+    job = Job(config)
+    cache.plan_batch = recorded
+    for _ in range(2):
+        coming = job.next_micro_batches()
+        plans = plan_micro_batches(coming, job.mesh, config.attention, job.control, job.cost)
+    same = all(plan.windows == tuple(windows) for plan, windows in zip(plans, coming, strict=True))
+    job.close()
+    left = [t for t in threading.enumerate() if t.name.startswith("anchorcontext-data")]
+    return made_by, len(left), same, job.cost
+
+
+def test_a_step_finds_the_plans_of_its_micro_batches_made(tiny):
+    """On two ranks alike: the same costs, no plan made in the step, no thread left."""
+    config = tiny(parallel={"sp": 2}, train={"windows_per_step": 2})
+    first, second = run_distributed(planned_ahead, 2, config)
+    made_by, left, same_windows, cost = first
+    assert len(made_by) >= 4 and all(name.startswith("anchorcontext-data") for name in made_by)
+    assert (left, same_windows) == (0, True)
+    assert cost == second[-1] and cost.heads == (4, 2)
