@@ -1,4 +1,4 @@
-"""The plan as data: simulated rank by rank, every visible pair is computed exactly once."""
+"""The plan as data: all ranks simulated in one process, over random windows."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from anchorcontext.plan.layout import layout_runs, padded_length
 from anchorcontext.plan.ring import ring_rows
 from anchorcontext.plan.runs import local_indices
 from anchorcontext.testing.oracle import dense_mask
+from anchorcontext.testing.simulation import simulate
 from anchorcontext.window import Window
 
 MODES = ("full", "intra_doc", "intra_doc_reset", "anchor")
 LAYOUTS = ("contiguous", "zigzag", "balanced")
+FAST = settings(deadline=None, derandomize=True, database=None)
 
 
 def window_of(lengths, mode):
@@ -24,127 +26,100 @@ def window_of(lengths, mode):
     return Window.from_documents(documents, 0 if mode == "anchor" else None, mode)
 
 
-def flat(rows):
-    parts = [np.arange(start, stop) for start, stop in rows.intervals]
-    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
+@st.composite
+def windows(draw):
+    """A window of any mode; in half of them documents lie in several pieces."""
+    lengths = draw(st.lists(st.integers(1, 12), min_size=1, max_size=8))
+    docs = list(range(1, len(lengths) + 1))
+    if draw(st.booleans()):
+        docs = [draw(st.integers(1, len(lengths))) for _ in lengths]
+    mode = draw(st.sampled_from(MODES))
+    if mode == "anchor":
+        lengths, docs = [1, *lengths], [0, *docs]
+    edges = np.cumsum([0, *lengths])
+    return Window(np.arange(edges[-1]), edges, mode, segment_docs=docs)
 
 
-def tokens_of_rows(plan, rank):
-    """Token (in micro-batch coordinates) of each local row."""
-    windows = range(plan.batch_size)
-    return np.concatenate([plan.local_indices(rank, w) + w * plan.padded_length for w in windows])
+@st.composite
+def plans(draw, exchanges=("ring", "gather", "exact")):
+    """A plan of one to three windows for 1 to 8 ranks, some of which may swap heads."""
+    batch = draw(st.lists(windows(), min_size=1, max_size=3))
+    sp_size = draw(st.integers(1, 8))
+    ulysses = draw(st.sampled_from([n for n in range(1, sp_size + 1) if sp_size % n == 0]))
+    layout, exchange = draw(st.sampled_from(LAYOUTS)), draw(st.sampled_from(exchanges))
+    if exchange == "exact":
+        return BatchPlan(batch, sp_size, layout, "gather", ulysses, exact=True)
+    return BatchPlan(batch, sp_size, layout, exchange, ulysses)
 
 
-def simulate(plan):
-    """Run the messages of all ranks on token numbers; returns the buffers per rank and step."""
-    held = [tokens_of_rows(plan, rank) for rank in range(plan.sp_size)]
-    buffers = [[tokens] for tokens in held]
-    for step in range(1, max(len(plan.rank(r).steps) for r in range(plan.sp_size))):
-        mail = {}
-        for rank in range(plan.sp_size):
-            steps = plan.rank(rank).steps
-            if step < len(steps):
-                for message in steps[step].incoming.sends:
-                    assert message.rows.num_rows > 0
-                    mail[rank, message.peer] = buffers[rank][step - 1][flat(message.rows)]
-        for rank in range(plan.sp_size):
-            steps = plan.rank(rank).steps
-            if step >= len(steps):
-                continue
-            buffer = np.full(steps[step].num_rows, -1)
-            for message in steps[step].incoming.receives:
-                buffer[flat(message.rows)] = mail.pop((message.peer, rank))
-            assert (buffer >= 0).all(), "every row of a buffer arrives"
-            buffers[rank].append(buffer)
-        assert not mail, "what is sent is received"
-    return buffers
-
-
-def pairs_computed(plan):
-    """int (T, T): how often each (query, key) pair of the micro-batch is computed."""
-    count = np.zeros((plan.batch_size * plan.padded_length,) * 2, dtype=int)
-    anchored = [w for w, window in enumerate(plan.windows) if window.mode.anchor]
-    buffers = simulate(plan)
-    for rank in range(plan.sp_size):
-        tokens, mine = tokens_of_rows(plan, rank), plan.rank(rank)
-        for step, buffer in zip(mine.steps, buffers[rank], strict=True):
-            for q_start, q_stop, k_start, k_stop, causal in step.tiles.array:
-                for q in range(q_start, q_stop):
-                    stop = k_stop - (q_stop - 1 - q) if causal else k_stop
-                    count[tokens[q], buffer[k_start:stop]] += 1
-        for anchor, start, stop in mine.anchors.queries:
-            count[tokens[start:stop], anchored[anchor] * plan.padded_length] += 1
-    return count
-
-
-def assert_exact(plan):
-    count = pairs_computed(plan)
-    expected = np.zeros_like(count)
-    for w, window in enumerate(plan.windows):
+def visible(plan):
+    """bool (T, T): query i sees key j, over all windows of the micro-batch, padding included."""
+    seen = np.zeros((plan.batch_size * plan.padded_length,) * 2, dtype=bool)
+    for number, window in enumerate(plan.windows):
         mask = dense_mask(window.doc_ids.tolist(), window.mode.name).numpy()
-        offset, length = w * plan.padded_length, window.num_tokens
-        expected[offset : offset + length, offset : offset + length] = mask
-    np.testing.assert_array_equal(count, expected)
-    assert sum(plan.rank(r).num_pairs for r in range(plan.sp_size)) == expected.sum()
+        block = slice(number * plan.padded_length, number * plan.padded_length + len(mask))
+        seen[block, block] = mask
+    return seen
 
 
-documents = st.lists(st.integers(1, 12), min_size=1, max_size=8)
+def readers(plan):
+    """bool (teams, T), int (T,): the teams with a query that sees a key; the key's own team."""
+    owner = np.zeros(plan.batch_size * plan.padded_length, dtype=int)
+    for rank in range(plan.sp_size):
+        for number in range(plan.batch_size):
+            tokens = plan.local_indices(rank, number) + number * plan.padded_length
+            owner[tokens] = rank // plan.ulysses
+    seen = visible(plan)
+    return np.stack([seen[owner == team].any(0) for team in range(plan.num_teams)]), owner
 
 
-@settings(max_examples=150, deadline=None)
-@given(
-    batch=st.lists(documents, min_size=1, max_size=3),
-    mode=st.sampled_from(MODES),
-    layout=st.sampled_from(LAYOUTS),
-    sp_size=st.sampled_from([1, 2, 3, 4, 5, 8]),
-)
-def test_every_visible_pair_is_computed_exactly_once(batch, mode, layout, sp_size):
-    assert_exact(BatchPlan([window_of(d, mode) for d in batch], sp_size, layout, "ring"))
+@settings(FAST, max_examples=1000)
+@given(plans(), st.integers(0, 2**32 - 1))
+def test_every_visible_pair_is_computed_once_and_its_gradient_comes_home(plan, seed):
+    """By exactly one rank, and no other pair is; sends match receives, no message is empty."""
+    weights = np.random.default_rng(seed).integers(1, 1 << 30, plan.batch_size * plan.padded_length)
+    done, expected = simulate(plan, weights), visible(plan)
+    np.testing.assert_array_equal(done.pairs, expected)
+    np.testing.assert_array_equal(done.gradients, weights @ expected)
+    ranks = [plan.rank(team * plan.ulysses) for team in range(plan.num_teams)]
+    assert sum(rank.num_pairs for rank in ranks) == expected.sum()
+    assert [rank.forward_rows_sent for rank in ranks] == done.sent.tolist()
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mode", MODES)
-def test_interleaved_documents_see_their_earlier_pieces(mode, layout):
-    docs = [0, 1, 2, 1, 3, 2, 1]
-    edges = np.cumsum([0, 1, 5, 4, 3, 6, 2, 7])
-    window = Window(np.arange(edges[-1]), edges, mode, segment_docs=docs)
-    for sp_size in (1, 2, 3, 4):
-        assert_exact(BatchPlan([window], sp_size, layout, "ring"))
+@settings(FAST, max_examples=300)
+@given(plans(["gather", "exact"]))
+def test_gather_receives_the_minimum(plan):
+    """Each row that some query of a rank sees and the rank does not own, once: per document the
+    rows before its last query, and the anchor."""
+    reads, owner = readers(plan)
+    foreign = owner != np.arange(plan.num_teams)[:, None]
+    done = simulate(plan, np.zeros(len(owner), dtype=int))
+    assert done.received.tolist() == (reads & foreign).sum(1).tolist()
 
 
-@settings(max_examples=60, deadline=None)
-@given(documents, st.sampled_from(MODES), st.sampled_from(LAYOUTS), st.sampled_from([2, 3, 4, 8]))
-def test_needed_rows_are_the_minimum(lengths, mode, layout, sp_size):
-    """Per document: rows before the rank's last query that it does not own."""
-    plan = BatchPlan([window_of(lengths, mode)], sp_size, layout)
-    window = plan.windows[0]
-    groups = np.zeros(window.num_tokens) if mode == "full" else window.doc_ids
-    for rank in range(sp_size):
-        own = set(plan.local_indices(rank, 0).tolist())
-        minimum = 0
-        for group in np.unique(groups):
-            tokens = np.flatnonzero(groups == group)
-            queries = [t for t in tokens if t in own]
-            if queries:
-                minimum += sum(t < max(queries) and t not in own for t in tokens)
-        assert (plan.need[rank] * plan.pieces.size).sum() == minimum
-
-
-@settings(max_examples=60, deadline=None)
-@given(documents, st.sampled_from(MODES), st.sampled_from(LAYOUTS), st.sampled_from([2, 3, 4, 8]))
-def test_a_row_travels_only_as_far_as_it_is_needed(lengths, mode, layout, sp_size):
-    """Each row takes max(distance of the ranks that need it) hops, and comes back once a user."""
-    plan = BatchPlan([window_of(lengths, mode)], sp_size, layout, "ring")
-    hops = returns = 0
-    for piece in range(len(plan.pieces)):
-        users = np.flatnonzero(plan.need[:, piece])
-        distances = (users - plan.pieces.owner[piece]) % sp_size
-        hops += max(distances, default=0) * plan.pieces.size[piece]
-        returns += len(users) * plan.pieces.size[piece]
-    ranks = [plan.rank(rank) for rank in range(sp_size)]
-    assert sum(s.incoming.rows_sent for r in ranks for s in r.steps) == hops
+@settings(FAST, max_examples=300)
+@given(plans(["ring"]))
+def test_a_row_goes_round_the_ring_as_far_as_its_farthest_reader(plan):
+    """Every rank on the way sends it once. The anchor goes straight to each reader. Gradients come
+    straight back from each reader."""
+    reads, owner = readers(plan)
+    teams = np.arange(plan.num_teams)
+    sent, returned = np.zeros(plan.num_teams, dtype=int), np.zeros(plan.num_teams, dtype=int)
+    hops = 0
+    anchors = {n * plan.padded_length for n, w in enumerate(plan.windows) if w.mode.anchor}
+    for token, home in enumerate(owner.tolist()):
+        foreign = teams[reads[:, token] & (teams != home)]
+        returned[foreign] += 1
+        if token in anchors:
+            sent[home] += len(foreign)
+            continue
+        farthest = max((foreign - home) % plan.num_teams, default=0)
+        sent[(home + np.arange(farthest)) % plan.num_teams] += 1
+        hops += farthest
+    ranks = [plan.rank(team * plan.ulysses) for team in teams.tolist()]
+    assert [rank.forward_rows_sent for rank in ranks] == sent.tolist()
+    assert [rank.return_rows_sent for rank in ranks] == returned.tolist()
     assert ring_rows(plan.pieces, plan.need) == hops
-    assert sum(s.returns.rows_sent for r in ranks for s in r.steps) == returns
 
 
 def test_documents_that_lie_on_one_rank_cost_one_anchor_row():
