@@ -186,7 +186,7 @@ def _llama3_varlen(
     module = load_submodule("llama3_flash_attn_varlen")
     outs = []
     for index in range(data.batch_size):
-        key = ("slices", index, q.device)
+        key = ("slices", plan.sp_rank, index, q.device)
         if key not in data.cache:
             edges = torch.as_tensor(data.sequence_edges(index)).to(torch.int32)
             *cu_seqlens, longest_q, longest_k, keys = module.llama3_flash_attn_prepare_cu_seqlens(
@@ -244,7 +244,7 @@ def _check(q: torch.Tensor, data: RingFlashAttnPlan) -> None:
 
 def _padding(plan: Plan, data: RingFlashAttnPlan, device: torch.device) -> torch.Tensor | None:
     """bool (B, S): this rank's padding; None without any."""
-    key = ("padding", device)
+    key = ("padding", plan.sp_rank, device)
     if key not in data.cache:
         padding = torch.from_numpy(data.padding(plan.sp_rank))
         data.cache[key] = padding.to(device) if bool(padding.any()) else None

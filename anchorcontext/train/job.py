@@ -17,6 +17,7 @@ from ..data.agreement import check_prepared
 from ..errors import UserError
 from ..model import TrainModel, build_model, verify_rope
 from ..parallel import Mesh, build_mesh
+from ..parallel.ring_flash_attn import check_installed
 from ..plan.cache import PLANS
 from ..watch.sizes import sizes_of
 from ..window import Window
@@ -50,6 +51,8 @@ class Job:
         self.device = self.process.device
         with self.control.together("checking the config"):
             self.shape = config.check_world(self.process.world_size)
+            if config.attention.backend != "native":
+                check_installed()
         self.mesh = build_mesh(config.parallel.sp)
         seed_everything(config.run.seed)
         with self.control.together("opening the data"):
