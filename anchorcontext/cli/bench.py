@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from anchorcontext.cli.calibrate import calibrate
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.errors import UserError
 
@@ -95,7 +96,7 @@ def modes(
     from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.modes import HEADERS, bench_modes, modes_markdown, table_rows
 
-    num_heads, num_kv_heads = _heads(heads)
+    num_heads, num_kv_heads = parse_heads(heads)
     torch.set_num_threads(threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = bench_modes(
@@ -126,7 +127,108 @@ def modes(
     return Outcome(results)
 
 
-def _heads(text: str) -> tuple[int, int]:
+@plain_command
+@click.option("--window", default=32768, metavar="L", show_default=True, help="Tokens.")
+@click.option(
+    "--full-window",
+    default=8192,
+    metavar="L",
+    show_default=True,
+    help="Mode full is measured on so many of the window's first tokens.",
+)
+@click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
+@click.option("--heads", default="8/2", metavar="Q/KV", show_default=True, help="Heads.")
+@click.option("--head-dim", default=64, metavar="D", show_default=True)
+@click.option(
+    "--dtype",
+    type=click.Choice(["bf16", "fp32", "fp64"]),
+    default="bf16",
+    show_default=True,
+    help="ring-flash-attn's zigzag functions are right in bf16 alone.",
+)
+@click.option("--sp", default=4, metavar="P", show_default=True, help="Ranks, of one thread each.")
+@click.option("--repeats", default=3, metavar="N", show_default=True)
+@click.option("--seed", default=0, metavar="N", show_default=True, help="Which window of the mix.")
+@click.option(
+    "--setting",
+    "names",
+    type=click.Choice(["loopback", "nvlink", "infiniband"]),
+    multiple=True,
+    help="How the ranks are joined; may be repeated. Default: all. All but loopback need root.",
+)
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Write the tables into their section of PATH, docs/benchmarks.md.",
+)
+def peers(
+    window: int,
+    full_window: int,
+    mix: str,
+    heads: str,
+    head_dim: int,
+    dtype: str,
+    sp: int,
+    repeats: int,
+    seed: int,
+    names: tuple[str, ...],
+    markdown: Path | None,
+) -> Outcome:
+    """Compare distributed attention with ring-flash-attn's, DeepSpeed's and PyTorch's."""
+    import datetime
+    import os
+    import platform
+
+    import torch
+
+    from anchorcontext.bench import peers_table as table
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.bench.peer_functions import FUNCTIONS
+    from anchorcontext.bench.peers import SETTINGS, Workload, bench_peers
+
+    num_heads, num_kv_heads = parse_heads(heads)
+    workload = Workload(
+        window_tokens=window,
+        full_tokens=full_window,
+        mix=mix,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype={"bf16": torch.bfloat16, "fp32": torch.float32, "fp64": torch.float64}[dtype],
+        sp=sp,
+        repeats=repeats,
+        seed=seed,
+    )
+    report = bench_peers(workload, [SETTINGS[name] for name in names or SETTINGS], echo)
+    setting = (
+        f"{window:,} tokens, {report.documents} documents of the mix {mix} (the anchor included), "
+        f"{num_heads} query and {num_kv_heads} key/value heads of {head_dim}, {dtype}, {sp} ranks "
+        f"of one thread on {os.cpu_count()} cores, {platform.machine()}, {datetime.date.today()}. "
+        f"Forward and backward of one layer's attention, {repeats} repeats in turn in one run."
+    )
+    for line in (setting, *table.setting_lines(report)):
+        echo(line)
+    for function in FUNCTIONS:
+        echo_table(
+            table.contender_rows(report, function),
+            table.contender_headers(report),
+            title=f"{function}: time over the best peer's",
+        )
+    echo_table(table.target_rows(report), table.TARGET_HEADERS, title="targets")
+    if markdown is not None and is_main_rank():
+        options = (
+            f"--window {window} --full-window {full_window} --mix {mix} --heads {heads} "
+            f"--head-dim {head_dim} --dtype {dtype} --sp {sp} --repeats {repeats} --seed {seed}"
+        )
+        options += "".join(f" --setting {name}" for name in names)
+        line = f"anchorcontext bench peers {options} --markdown {markdown}"
+        write_section(markdown, "peers", table.peers_markdown(report, setting, line))
+        echo(f"written to {markdown}")
+    return Outcome(report)
+
+
+def parse_heads(text: str) -> tuple[int, int]:
     """``8/2`` -> 8 query and 2 key/value heads."""
     parts = text.split("/")
     if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
@@ -137,5 +239,7 @@ def _heads(text: str) -> tuple[int, int]:
     return num_heads, num_kv_heads
 
 
+command.add_command(calibrate, "calibrate")
 command.add_command(layouts, "layouts")
 command.add_command(modes, "modes")
+command.add_command(peers, "peers")

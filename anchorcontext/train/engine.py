@@ -85,7 +85,7 @@ def build_engine(train_model: nn.Module, config: Config, device: torch.device) -
     import torch.distributed as dist
 
     if device.type == "cpu":
-        _without_compiled_operators()
+        without_compiled_operators()
     options = deepspeed_config(config, dist.get_world_size(), device)
     with _quiet():
         check_deepspeed_options(options)
@@ -186,7 +186,7 @@ def _mend_unsharded_bf16(engine: DeepSpeedEngine) -> None:
             master.data.copy_(weight.data)
 
 
-def _without_compiled_operators() -> None:
+def without_compiled_operators() -> None:
     """Tell DeepSpeed that this machine has none of its C++ operators.
 
     On a CPU it would otherwise compile a shared-memory all-reduce that only inference uses: 70 s
