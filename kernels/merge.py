@@ -25,13 +25,18 @@ The right-hand form of ``ds`` needs one pass and is exactly 0 for a query that s
 
 Legend: N query rows, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dimension. All
 arithmetic is in the accumulator dtype (fp32, fp64 for fp64 inputs), row block by row block, so
-that no second (N, Hq, D) tensor is made.
+that no second (N, Hq, D) tensor is made. Where Triton is installed, fp32 accumulators on a CUDA
+device go through the fused kernels of :mod:`.triton_merge`, to which this file is the oracle.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.util
 import math
 from collections.abc import Iterator
+from types import ModuleType
 
 import torch
 
@@ -56,6 +61,9 @@ def merge_(
         lse: (stop - start, Hq); ``-inf``, or ``+inf`` as FlashAttention-2 reports it, means that
             the row saw no key in this block.
     """
+    if (fused := _fused(state.out)) is not None:
+        fused.merge_(state, start, stop, out, lse)
+        return
     for a, b in _row_blocks(start, stop, state.out):
         block = slice(a - start, b - start)
         _merge_block_(state.out[a:b], state.lse[a:b], out[block], lse[block])
@@ -72,6 +80,9 @@ def merge_rows_(
         out: (R, Hq, D) and ``lse`` (R, Hq), as for `merge_`.
         lse: see ``out``.
     """
+    if (fused := _fused(state.out)) is not None:
+        fused.merge_rows_(state, rows, out, lse)
+        return
     lse_before = state.lse.index_select(0, rows)
     if _all_empty(lse_before):
         out_before = torch.empty_like(out, dtype=state.out.dtype)
@@ -110,6 +121,9 @@ def anchor_forward_(
         start: first query row.
         stop: row after the last.
     """
+    if (fused := _fused(state.out)) is not None:
+        fused.anchor_forward_(state, q, k0, v0, scale, start, stop)
+        return
     group = q.shape[1] // k0.shape[0]
     k0 = k0.to(state.out.dtype)
     v0_per_query_head = v0.to(state.out.dtype).repeat_interleave(group, dim=0)
@@ -149,6 +163,9 @@ def anchor_backward_(
         dk0: accumulator (Hkv, D), same dtype.
         dv0: accumulator (Hkv, D), same dtype.
     """
+    if (fused := _fused(dq)) is not None:
+        fused.anchor_backward_(dout, q, k0, v0, out, lse, scale, start, stop, dq, dk0, dv0)
+        return
     k0, v0 = k0.to(dq.dtype), v0.to(dq.dtype)
     for a, b in _row_blocks(start, stop, dq):
         q_block, dout_block, out_block = (_grouped(x[a:b], k0) for x in (q, dout, out))
@@ -160,6 +177,19 @@ def anchor_backward_(
         _grouped(dq[a:b], k0).addcmul_(dscores, k0[:, None])
         dk0 += (dscores * q_block).sum((0, 2))
         dv0 += (probs * dout_block).sum((0, 2))
+
+
+def _fused(accumulator: torch.Tensor) -> ModuleType | None:
+    """The fused kernels, where they serve ``accumulator`` (N, Hq, D)."""
+    serves = accumulator.device.type == "cuda" and accumulator.dtype == torch.float32
+    return _fused_kernels() if serves else None
+
+
+@functools.cache
+def _fused_kernels() -> ModuleType | None:
+    if importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module(".triton_merge", __package__)
 
 
 def _merge_block_(

@@ -26,29 +26,41 @@ class Config(NamedTuple):
 INTERPRETER = Config(16, 16, 4, 1)
 PREPARE = Config(32, 32, 4, 1)  # of `prepare_kernel`, which takes no keys
 
-# By kernel and padded head dimension; the first is used where nothing is tuned, and compiled ahead
-# of time in the tests, which refuse it when it spills registers on sm_90 or sm_80.
-_HALF_PRECISION: dict[tuple[str, int], tuple[Config, ...]] = {
-    ("forward", 64): (Config(128, 64, 8, 3), Config(128, 64, 4, 3), Config(128, 128, 8, 2)),
-    ("forward", 128): (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
-    ("forward", 256): (Config(64, 64, 8, 2), Config(128, 32, 8, 2)),
-    ("dq", 64): (Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
-    ("dq", 128): (Config(64, 64, 4, 2), Config(128, 64, 8, 2)),
-    ("dq", 256): (Config(64, 32, 8, 2), Config(32, 32, 4, 2)),
+# By kernel and padded head dimension (64 serves all smaller ones); the first is the default, which
+# the tests compile ahead of time and refuse when it spills registers at head dimensions to 128.
+_Table = dict[tuple[str, int], tuple[Config, ...]]
+_HOPPER: _Table = {
+    ("forward", 64): (Config(128, 64, 8, 3), Config(128, 128, 8, 2), Config(128, 64, 4, 3)),
+    ("forward", 128): (Config(128, 64, 8, 3), Config(128, 64, 8, 2), Config(128, 128, 8, 2)),
+    ("forward", 256): (Config(64, 32, 8, 2), Config(128, 32, 8, 2), Config(128, 64, 8, 2)),
+    ("dq", 64): (Config(128, 64, 8, 2), Config(128, 64, 8, 3), Config(64, 64, 4, 2)),
+    ("dq", 128): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    ("dq", 256): (Config(32, 32, 8, 2), Config(128, 32, 8, 2), Config(64, 32, 8, 1)),
     ("dkdv", 64): (Config(64, 128, 8, 2), Config(64, 64, 4, 2)),
-    ("dkdv", 128): (Config(64, 64, 8, 2), Config(64, 128, 8, 2), Config(32, 128, 8, 2)),
-    ("dkdv", 256): (Config(32, 64, 8, 2), Config(32, 64, 8, 1)),
+    ("dkdv", 128): (Config(32, 128, 8, 2), Config(64, 128, 8, 2), Config(64, 64, 8, 2)),
+    ("dkdv", 256): (Config(32, 32, 8, 2), Config(16, 64, 8, 2), Config(32, 64, 8, 2)),
 }
-# fp32 operands: in a dot product of fp32 inputs, or of q and k rotated inside the kernel.
-_SINGLE_PRECISION: dict[tuple[str, int], tuple[Config, ...]] = {
-    ("forward", 64): (Config(64, 32, 4, 2), Config(32, 32, 4, 1)),
-    ("forward", 128): (Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
-    ("forward", 256): (Config(32, 16, 8, 1),),
-    ("dq", 64): (Config(32, 32, 4, 1), Config(64, 32, 8, 1)),
-    ("dq", 128): (Config(32, 32, 8, 1), Config(32, 16, 4, 1)),
+_AMPERE: _Table = {
+    ("forward", 64): (Config(128, 64, 8, 3), Config(64, 64, 4, 3), Config(128, 64, 4, 3)),
+    ("forward", 128): (Config(128, 64, 8, 3), Config(64, 64, 4, 2), Config(128, 32, 8, 3)),
+    ("forward", 256): (Config(64, 32, 8, 2), Config(64, 32, 4, 2)),
+    ("dq", 64): (Config(128, 64, 8, 2), Config(64, 64, 4, 2)),
+    ("dq", 128): (Config(64, 64, 8, 2), Config(64, 64, 4, 2), Config(64, 32, 4, 2)),
+    ("dq", 256): (Config(32, 32, 8, 2), Config(64, 32, 8, 1)),
+    ("dkdv", 64): (Config(32, 128, 8, 2), Config(64, 64, 4, 2)),
+    ("dkdv", 128): (Config(64, 64, 8, 2), Config(32, 64, 4, 2), Config(32, 128, 8, 2)),
+    ("dkdv", 256): (Config(32, 32, 8, 2), Config(16, 64, 8, 2)),
+}
+# fp32 operands: fp32 inputs, or q and k rotated inside the kernel; on either architecture.
+_SINGLE_PRECISION: _Table = {
+    ("forward", 64): (Config(32, 32, 8, 1), Config(64, 32, 8, 1), Config(32, 32, 4, 1)),
+    ("forward", 128): (Config(32, 32, 8, 1), Config(64, 32, 8, 1)),
+    ("forward", 256): (Config(16, 16, 8, 1), Config(32, 16, 8, 1)),
+    ("dq", 64): (Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
+    ("dq", 128): (Config(32, 16, 8, 1), Config(32, 32, 8, 1)),
     ("dq", 256): (Config(16, 16, 8, 1),),
-    ("dkdv", 64): (Config(32, 32, 4, 1), Config(32, 64, 8, 1)),
-    ("dkdv", 128): (Config(32, 32, 8, 1), Config(16, 32, 4, 1)),
+    ("dkdv", 64): (Config(32, 32, 8, 1), Config(32, 32, 4, 1)),
+    ("dkdv", 128): (Config(16, 32, 8, 1), Config(32, 32, 8, 1)),
     ("dkdv", 256): (Config(16, 16, 8, 1),),
 }
 
@@ -60,10 +72,15 @@ def block_columns(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def candidates(kernel: str, head_dim: int, dtype: torch.dtype, rope: bool) -> tuple[Config, ...]:
-    """The configurations worth trying, the default first."""
-    table = _SINGLE_PRECISION if rope or dtype == torch.float32 else _HALF_PRECISION
-    return table[kernel, min(256, max(64, block_columns(head_dim)))]
+def candidates(
+    kernel: str, head_dim: int, dtype: torch.dtype, rope: bool, capability: tuple[int, int]
+) -> tuple[Config, ...]:
+    """The configurations worth trying on a device of ``capability``, the default first."""
+    if rope or dtype == torch.float32:
+        table = _SINGLE_PRECISION
+    else:
+        table = _HOPPER if capability >= (9, 0) else _AMPERE
+    return table[kernel, max(64, block_columns(head_dim))]
 
 
 def tuned(key: tuple, options: tuple[Config, ...], seconds: Callable[[Config], float]) -> Config:

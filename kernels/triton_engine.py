@@ -5,8 +5,9 @@ One launch forward and three backward, whatever the number of tiles (:mod:`.trit
 on, with head dimensions up to 256; with TRITON_INTERPRET=1 it computes on CPU tensors, slowly, for
 tests. Work lists are made and sent to the device once per tile list; no call waits for the device.
 
-The same call gives the same bits every time: no atomics, and all sums in a fixed order, once block
-sizes are fixed. ``autotune=False`` keeps them at the table's.
+The same call with the same block sizes gives the same bits every time: no atomics, and all sums in
+a fixed order. Tuning measures time, so it may choose otherwise in another process; under
+``torch.use_deterministic_algorithms`` and with ``autotune=False`` the table's sizes are kept.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class TritonEngine:
     Args:
         precision: how fp32 operands are multiplied: ``"tf32x3"`` on tensor cores in three passes
             (error near fp32's) or ``"ieee"`` in fp32 throughout.
-        autotune: measure the candidates for block sizes on first use, on a GPU.
+        autotune: measure the candidates for block sizes on first use.
     """
 
     name = "triton"
@@ -132,8 +133,10 @@ class TritonEngine:
         if q.device.type == "cpu":
             return triton_config.INTERPRETER
         rope, head_dim = rotation is not None, q.shape[-1]
-        options = triton_config.candidates(kernel, head_dim, q.dtype, rope)
-        if not self.autotune or len(options) == 1 or torch.cuda.is_current_stream_capturing():
+        capability = torch.cuda.get_device_capability(q.device)
+        options = triton_config.candidates(kernel, head_dim, q.dtype, rope, capability)
+        fixed = not self.autotune or torch.are_deterministic_algorithms_enabled()
+        if fixed or len(options) == 1 or torch.cuda.is_current_stream_capturing():
             return options[0]
         key = (kernel, str(q.device), head_dim, q.dtype, rope, self.precision)
         return triton_config.tuned(key, options, functools.partial(self._seconds, kernel, q, rope))
@@ -143,8 +146,11 @@ class TritonEngine:
         from triton.testing import do_bench
 
         num_rows, head_dim = _TUNING_ROWS, like.shape[-1]
+        generator = torch.Generator(like.device).manual_seed(0)
         q, k, v, dout = (
-            torch.randn(num_rows, heads, head_dim, device=like.device).to(like.dtype)
+            torch.randn(num_rows, heads, head_dim, generator=generator, device=like.device).to(
+                like.dtype
+            )
             for heads in (8, 2, 2, 8)
         )
         table = torch.ones(num_rows, head_dim // 2, device=like.device)

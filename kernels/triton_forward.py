@@ -80,9 +80,6 @@ def forward_kernel(
     v_ptr += kv_head * v_head
 
     scale_log2 = scale * LOG2E
-    top = tl.load(lse_ptr + rows * lse_row, mask=valid, other=float("-inf")) * LOG2E
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = load_tile(out_ptr, out_row, rows, valid, HEAD_DIM, BLOCK_D, True)
     touched = rows < 0
     if ANCHOR:
         anchor = tl.load(row_anchor_ptr + row_start + rows, mask=valid, other=-1)
@@ -93,6 +90,10 @@ def forward_kernel(
         )  # fmt: skip
         score = row_dot(q_first, q_second, k0_first, k0_second, ROPE) * scale_log2
         score = tl.where(touched, score, float("-inf"))
+    top = tl.load(lse_ptr + rows * lse_row, mask=valid, other=float("-inf")) * LOG2E
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
+    acc = load_tile(out_ptr, out_row, rows, valid, HEAD_DIM, BLOCK_D, True)
+    if ANCHOR:
         new_top = tl.maximum(top, score)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight, keep = tl.exp2(score - shift), tl.exp2(top - shift)
