@@ -1,0 +1,123 @@
+"""Attention over one window on one device, as the kernel benchmarks compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+from anchorcontext.kernels import (
+    AnchorKeys,
+    Engine,
+    SoftmaxState,
+    accumulator_dtype,
+    backward_with_anchors_,
+    forward_with_anchors_,
+)
+
+from ..parallel import Plan, make_plan
+from ..plan.mixes import mix_lengths
+from ..window import Window
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The plan and the rows of one window, ready for any engine."""
+
+    plan: Plan
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    @classmethod
+    def draw(
+        cls,
+        mode: str,
+        tokens: int,
+        *,
+        mix: str = "slimpajama",
+        heads: tuple[int, int] = (2, 1),
+        head_dim: int = 64,
+        dtype: torch.dtype = torch.float64,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> Attention:
+        """Random rows of a window with the document lengths of ``mix``; q, dout (N, Hq, D) and k,
+        v (N, Hkv, D), drawn on the CPU and alike on every device."""
+        lengths = mix_lengths(mix, tokens - 1, seed)
+        window = Window.from_documents([[0] * int(n) for n in lengths], anchor_id=0, mode=mode)
+        generator = torch.Generator().manual_seed(seed)
+        rows = [
+            torch.randn(tokens, count, head_dim, generator=generator).to(device, dtype)
+            for count in (heads[0], heads[1], heads[1], heads[0])
+        ]
+        return cls(make_plan(window), *rows)
+
+    def to(self, device: torch.device | str, dtype: torch.dtype) -> Attention:
+        """The same rows elsewhere, rounded to ``dtype``."""
+        rows = [x.to(device, dtype) for x in (self.q, self.k, self.v, self.dout)]
+        return Attention(self.plan, *rows)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each document."""
+        (window,) = self.plan.windows
+        return [int(stop - start) for start, stop in pairwise(window.cu_seqlens.tolist())]
+
+    @property
+    def flops(self) -> float:
+        """Of one forward: two products of D for every visible pair and query head."""
+        _, heads, head_dim = self.q.shape
+        return 4.0 * head_dim * heads * self.plan.num_pairs
+
+    @property
+    def scale(self) -> float:
+        """Of the dot products."""
+        return self.q.shape[-1] ** -0.5
+
+    def forward(self, engine: Engine) -> SoftmaxState:
+        """All tiles and the anchor's column."""
+        state = SoftmaxState.empty(self.q)
+        (step,) = self.plan.mine.steps
+        forward_with_anchors_(
+            engine, self.q, self.k, self.v, step.tiles, self.scale, state, self._anchors()
+        )
+        return state
+
+    def backward(
+        self, engine: Engine, out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv, accumulators, from the final output (in the dtype of q) and LSE."""
+        dtype = accumulator_dtype(self.q.dtype)
+        sums = [
+            torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (self.q, self.k, self.v)
+        ]
+        anchors = self._anchors()
+        d_anchors = torch.zeros(anchors.rows.shape, dtype=dtype, device=self.q.device)
+        (step,) = self.plan.mine.steps
+        backward_with_anchors_(
+            engine,
+            *(self.dout, self.q, self.k, self.v, out, lse, step.tiles, self.scale, *sums),
+            anchors,
+            d_anchors,
+        )
+        for number, row in self.plan.mine.anchors.own.tolist():
+            sums[1][row] += d_anchors[number, 0]
+            sums[2][row] += d_anchors[number, 1]
+        return sums[0], sums[1], sums[2]
+
+    def _anchors(self) -> AnchorKeys:
+        rows = [row for _, row in self.plan.mine.anchors.own.tolist()]
+        return AnchorKeys(
+            torch.stack([self.k[rows], self.v[rows]], dim=1), self.plan.mine.anchors.queries
+        )
+
+
+def causal_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Rows q (N, Hq, D), k and v (N, Hkv, D) as one causal sequence, by torch's own attention."""
+    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    return out[0].transpose(0, 1)

@@ -1,0 +1,201 @@
+"""Speed of each engine: FLOP rate of forward and backward, by mode and length.
+
+The yardstick is torch's own attention on one causal sequence of equal FLOPs, in the same run: what
+the device does when nothing is packed. Beside the engines, for documents: a torch call for each.
+FLOPs are those of the visible pairs, 4 D Hq a pair forward and 2.5 times that backward.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from anchorcontext.kernels import engine_report, get_engine
+
+from .attention import Attention, causal_call
+from .markdown import markdown_table
+
+BACKWARD_FLOPS = 2.5
+PER_DOCUMENT = "torch, a call a document"
+YARDSTICK = "torch, one causal call"
+MODES = ("full", "intra_doc", "anchor")
+
+
+@dataclass(frozen=True)
+class KernelSpeed:
+    """One contestant on one window."""
+
+    mode: str
+    tokens: int
+    contestant: str
+    gflops: float
+    """FLOPs of one forward, 1e9."""
+    forward_seconds: float
+    """The fastest repeat, as the next."""
+    backward_seconds: float
+    over_yardstick: float
+    """FLOP rate of forward and backward over that of the causal call of equal FLOPs."""
+
+    @property
+    def forward_rate(self) -> float:
+        """GFLOP/s."""
+        return self.gflops / self.forward_seconds
+
+    @property
+    def backward_rate(self) -> float:
+        """GFLOP/s."""
+        return BACKWARD_FLOPS * self.gflops / self.backward_seconds
+
+
+# Runs a forward and returns what runs its backward.
+Contestant = Callable[[], Callable[[], None]]
+
+
+def bench_kernels(
+    *,
+    lengths: Sequence[int],
+    device: torch.device,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dim: int,
+    mix: str = "slimpajama",
+    modes: Sequence[str] = MODES,
+    engines: Sequence[str] | None = None,
+    repeats: int = 3,
+    seed: int = 0,
+) -> list[KernelSpeed]:
+    """Time every engine that can serve (or those named) and torch's own calls, in turn.
+
+    Raises:
+        UserError: an engine named cannot serve, or there is no such mix.
+    """
+    results = []
+    for tokens in lengths:
+        for mode in modes:
+            attention = Attention.draw(
+                mode, tokens, mix=mix, heads=heads, head_dim=head_dim,
+                dtype=dtype, device=device, seed=seed,
+            )  # fmt: skip
+            contestants = _contestants(attention, mode, engines)
+            seconds = _time_in_turn(contestants, device, repeats)
+            whole = {name: sum(parts) for name, parts in seconds.items()}
+            results += [
+                KernelSpeed(
+                    mode,
+                    tokens,
+                    name,
+                    attention.flops / 1e9,
+                    *seconds[name],
+                    over_yardstick=whole[YARDSTICK] / whole[name],
+                )
+                for name in contestants
+            ]
+    return results
+
+
+def _contestants(
+    attention: Attention, mode: str, engines: Sequence[str] | None
+) -> dict[str, Contestant]:
+    q = attention.q
+    able = [name for name, why in engine_report(q.device, q.dtype).items() if why is None]
+    # The reference engine is dense: it shows nothing but its own cost.
+    names = engines if engines is not None else [name for name in able if name != "reference"]
+    found: dict[str, Contestant] = {}
+    for name in names:
+        engine = get_engine(name, device=q.device, dtype=q.dtype)
+        found[name] = lambda engine=engine: _engine_forward(attention, engine)
+    if mode == "intra_doc":
+        found[PER_DOCUMENT] = lambda: _torch_forward(attention, attention.lengths)
+    pairs = attention.plan.num_pairs
+    rows = round((math.sqrt(8 * pairs + 1) - 1) / 2)  # n (n + 1) / 2 = pairs
+    found[YARDSTICK] = lambda: _torch_forward(attention, [rows])
+    return found
+
+
+def _engine_forward(attention: Attention, engine: object) -> Callable[[], None]:
+    state = attention.forward(engine)  # type: ignore[arg-type]
+    out = state.out.to(attention.q.dtype)
+    return lambda: _drop(attention.backward(engine, out, state.lse))  # type: ignore[arg-type]
+
+
+def _torch_forward(attention: Attention, lengths: Sequence[int]) -> Callable[[], None]:
+    parts = []
+    start = 0
+    for length in lengths:
+        rows = slice(start, start + length)
+        leaves = [
+            x[rows].detach().requires_grad_() for x in (attention.q, attention.k, attention.v)
+        ]
+        parts.append((leaves, causal_call(*leaves), attention.dout[rows]))
+        start += length
+
+    def backward() -> None:
+        for leaves, out, dout in parts:
+            torch.autograd.grad(out, leaves, dout)
+
+    return backward
+
+
+def _time_in_turn(
+    contestants: dict[str, Contestant], device: torch.device, repeats: int
+) -> dict[str, tuple[float, float]]:
+    """The fastest forward and backward of each; one round first to compile and tune."""
+    best = dict.fromkeys(contestants, (math.inf, math.inf))
+    for turn in range(repeats + 1):
+        for name, forward in contestants.items():
+            started = _now(device)
+            backward = forward()
+            between = _now(device)
+            backward()
+            ended = _now(device)
+            if turn:
+                times = between - started, ended - between
+                best[name] = min(best[name][0], times[0]), min(best[name][1], times[1])
+    return best
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _drop(_: object) -> None:
+    """A backward's results are not kept."""
+
+
+HEADERS = (
+    "mode", "tokens", "", "forward GFLOP/s", "backward GFLOP/s", "rate / one causal call",
+)  # fmt: skip
+
+
+def table_rows(results: Sequence[KernelSpeed]) -> list[tuple[str, ...]]:
+    """Rows of the printed table."""
+    return [
+        (
+            result.mode,
+            f"{result.tokens:,}",
+            result.contestant,
+            f"{result.forward_rate:,.0f}",
+            f"{result.backward_rate:,.0f}",
+            f"{result.over_yardstick:.2f}",
+        )
+        for result in results
+    ]
+
+
+def kernels_markdown(results: Sequence[KernelSpeed], setting: str, command: str) -> str:
+    """The section of docs/benchmarks.md, or of docs/kernels.md for a GPU."""
+    return "\n\n".join(
+        [
+            "## Engines",
+            f"Written by `{command}`. {setting} FLOPs of visible pairs over the fastest repeat, "
+            "all contestants in turn in one run; the last column compares forward and backward "
+            "together with torch's own attention on one causal sequence of equal FLOPs.",
+            markdown_table(HEADERS, table_rows(results)),
+        ]
+    )

@@ -1,0 +1,91 @@
+"""The GPU check, tried on the CPU: it needs nothing but torch, numpy and transformers, finds a
+wrong engine, and writes what it has."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from anchorcontext.bench import gpu_check
+from anchorcontext.bench.attention import Attention
+from anchorcontext.bench.kernels import YARDSTICK, bench_kernels
+from anchorcontext.bench.numerics import TORCH, bench_numerics
+
+CPU = torch.device("cpu")
+# What a machine with a GPU and no installation of ours need not have.
+ABSENT = ("cloudpickle", "deepspeed", "matplotlib", "psutil", "pyarrow", "pydantic")
+QUICK = ["--device", "cpu", "--quick"]
+
+
+def test_runs_without_our_dependencies(tmp_path):
+    script = (
+        f"import sys; sys.modules.update(dict.fromkeys({ABSENT}))\n"
+        "from anchorcontext.bench.gpu_check import main\n"
+        f"sys.exit(main({[*QUICK, '--out', str(tmp_path)]}))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONSAFEPATH": "1", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert report["failures"] == []
+    assert {r["engine"] for r in report["numerics"]} == {"cpu", "reference", TORCH}
+    assert {r["mode"] for r in report["speed"]} == {"full", "intra_doc", "anchor"}
+    assert [r["dtype"] for r in report["training"]] == ["float32", "bfloat16"]
+    page = (tmp_path / "gpu_check.md").read_text()
+    assert "flash-attn is not installed" in page and "FlexAttention returns an LSE" in page
+
+
+def test_a_wrong_and_a_broken_engine_are_failures(tmp_path, monkeypatch):
+    real = bench_numerics
+
+    def faulty(*, engines, **options):
+        if engines == ["reference"]:
+            raise RuntimeError("no kernel image\nis available")
+        return (
+            replace(result, dk=0.5) if result.dtype == "float16" else result
+            for result in real(engines=engines, **options)
+        )
+
+    monkeypatch.setattr(gpu_check.numerics, "bench_numerics", faulty)
+    monkeypatch.setattr(gpu_check, "_training", lambda check: None)
+    assert gpu_check.main([*QUICK, "--out", str(tmp_path)]) == 1
+    failures = json.loads((tmp_path / "gpu_check.json").read_text())["failures"]
+    assert "cpu in float16: error 5.0e-01 above 2e-03" in failures
+    assert "errors of reference in bfloat16: RuntimeError: no kernel image" in failures
+    assert len(failures) == 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_without_a_gpu_nothing_is_claimed(tmp_path):
+    assert gpu_check.main(["--out", str(tmp_path / "out")]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_errors_are_near_the_rounding_of_the_dtype():
+    results = list(
+        bench_numerics(lengths=[200], dtypes=[torch.float32, torch.bfloat16], device=CPU)
+    )
+    for result in results:
+        low, high = {"float32": (1e-8, 2e-6), "bfloat16": (1e-4, 1e-2)}[result.dtype]
+        assert all(low < getattr(result, name) < high for name in ("out", "dq", "dk", "dv"))
+
+
+def test_the_yardstick_has_the_flops_of_the_window():
+    attention = Attention.draw("intra_doc", 3000, head_dim=8, dtype=torch.float32)
+    assert sum(attention.lengths) == 3000
+    pairs = sum(n * (n + 1) // 2 for n in attention.lengths)
+    assert attention.flops == 4 * 8 * 2 * pairs
+    results = bench_kernels(
+        lengths=[500], device=CPU, dtype=torch.float32, heads=(2, 1), head_dim=8, repeats=1
+    )
+    yardsticks = [result for result in results if result.contestant == YARDSTICK]
+    assert [result.over_yardstick for result in yardsticks] == [1.0, 1.0, 1.0]
