@@ -127,6 +127,24 @@ def test_the_flops_of_full_attention_are_those_of_the_window():
     assert full.linear_flops == 6 * sizes.linear_weights * 4096
 
 
+def test_ring_flash_attn_is_planned_for_the_configured_mode_with_its_own_bytes():
+    config = demo(
+        *("attention.backend=ring_flash_attn", "attention.mode=full", "model.dtype=bf16"),
+        *("parallel.sp=2", "train.windows_per_step=2"),
+    )
+    sizes = configured_sizes(config)
+    worlds = estimate_plan(config, sizes, load_hardware("h100"), [2, 4], "slimpajama").worlds
+    for world in worlds:
+        (mode,) = world.modes
+        assert (mode.mode, mode.layout, mode.exchange) == ("full", "zigzag", "ring")
+        # Keys in forward and backward in bf16, one hop; their gradients in fp32, two hops.
+        rows = 4096 // 2
+        row = 2 * sizes.num_kv_heads * sizes.head_dim
+        assert mode.sent_first == [rows * row * (2 * 2 + 2 * 4) * sizes.num_layers] * 2
+    with pytest.raises(UserError, match="no parallel.sp fits"):
+        fit_world(config, sizes, 1)
+
+
 @pytest.mark.parametrize(
     ("stage", "gradients", "weights"), [(0, 8, 0), (1, 8, 4), (2, 16, 4), (3, 8, 16)]
 )
