@@ -43,12 +43,14 @@ logger = logging.getLogger("anchorcontext")
 
 # Every engine, the preferred one first, as "module:class" so that only the chosen one is imported.
 # A class has `name` and `why_not(device, dtype)`; its module must import without the engine's
-# optional dependencies and let `why_not` say which is missing.
+# optional dependencies and let `why_not` say which is missing. `auto` takes it on the device types
+# in its `auto_devices`, where it has that attribute.
 ENGINES: dict[str, str] = {
     "flash_attn": ".varlen:FlashAttnEngine",
     "varlen": ".varlen:VarlenEngine",
     "cpu": ".cpu:CpuEngine",
     "flex": ".flex:FlexEngine",
+    "triton": ".triton_engine:TritonEngine",
     "reference": ".reference:ReferenceEngine",
 }
 
@@ -118,6 +120,9 @@ def _no_engine_fix(exact: bool) -> str:
 def _choose(device: torch.device, dtype: torch.dtype, exact: bool) -> str:
     passed_over: list[str] = []
     for name, reason in engine_report(device, dtype, exact).items():
+        devices = getattr(_engine_class(name), "auto_devices", (device.type,))
+        if reason is None and device.type not in devices:
+            reason = f"on {device.type} tensors it is chosen by name only"
         if reason is None:
             why = "; ".join(passed_over) or "the fastest one for this device"
             logger.info("attention engine %r for %s on %s (%s)", name, dtype, device.type, why)
