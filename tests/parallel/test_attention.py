@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from anchorcontext.testing import run_distributed
 
@@ -208,15 +210,18 @@ def check_traffic(plan, case):
     assert plan.meter.messages_sent == messages * len(every), "messages are those of the plan"
 
 
+def write_oracle(path, windows):
+    """A file of what the ranks are to find, for (documents, mode) under every head count."""
+    every = [(*window, heads) for window in set(windows) for heads in HEADS]
+    torch.save({key: oracle_of(*key) for key in every}, path)
+    return path
+
+
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
-    """The file of all windows under all head counts."""
-    path = tmp_path_factory.mktemp("oracle") / "oracle.pt"
-    windows = {window for batch in micro_batches() for window in batch}
-    torch.save(
-        {(*window, heads): oracle_of(*window, heads) for window in windows for heads in HEADS}, path
-    )
-    return path
+    """The file of all windows of the matrix."""
+    windows = [window for batch in micro_batches() for window in batch]
+    return write_oracle(tmp_path_factory.mktemp("oracle") / "matrix.pt", windows)
 
 
 @pytest.mark.parametrize("world", RANKS)
@@ -249,3 +254,39 @@ def test_the_reference_engine(oracle):
 def test_gather_in_its_exact_setting(oracle, world, ulysses):
     every = cases("gather", ulysses, layouts=["zigzag", "balanced"], exact=True)
     run_distributed(check_cases, world, oracle, every)
+
+
+def count_messages(rank, world, lengths, exchange):
+    """Messages and bytes of one forward and backward in mode intra_doc, contiguous."""
+    import torch.distributed as dist
+
+    from anchorcontext import distributed_attention, make_plan
+
+    plan = make_plan(make_window(lengths, "intra_doc"), dist.group.WORLD, "contiguous", exchange)
+    q, k, v = torch.randn(3, 1, 2, plan.local_length, HEAD_DIM).requires_grad_()
+    distributed_attention(q, k, v, plan).sum().backward()
+    return plan.meter.messages_sent, plan.meter.bytes_sent
+
+
+@pytest.mark.parametrize("exchange", ["ring", "gather"])
+def test_what_nobody_needs_is_not_sent(exchange):
+    row = 2 * 2 * HEAD_DIM * 4  # key and value of 2 heads, fp32
+    assert run_distributed(count_messages, 4, (8, 8, 8, 8), exchange) == [(0, 0)] * 4
+    # One document over ranks 0 and 1: its 8 rows go there, again in backward, and come back once.
+    crossing = run_distributed(count_messages, 4, (16, 8, 8), exchange)
+    assert crossing == [(2, 2 * 8 * row), (1, 8 * row), (0, 0), (0, 0)]
+
+
+random_windows = st.tuples(
+    st.lists(st.integers(1, 20), min_size=1, max_size=6).map(tuple), st.sampled_from(MODES)
+)
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, database=None)
+@given(batch=st.lists(random_windows, min_size=1, max_size=4).map(tuple))
+@pytest.mark.parametrize("world", [2, 3])
+def test_random_micro_batches(tmp_path_factory, world, batch):
+    """The same through hypothesis, which shrinks what fails."""
+    path = write_oracle(tmp_path_factory.mktemp("oracle") / "random.pt", batch)
+    every = [Case(batch, layout, exchange) for layout in LAYOUTS for exchange in ("ring", "gather")]
+    run_distributed(check_cases, world, path, every)
