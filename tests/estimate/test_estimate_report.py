@@ -14,7 +14,7 @@ from click.testing import CliRunner
 
 from anchorcontext.cli import group
 from anchorcontext.config import load_config
-from anchorcontext.data.store import WindowRecord, build_folder
+from anchorcontext.data import WindowRecord, build_folder
 from anchorcontext.errors import UserError
 from anchorcontext.estimate import (
     configured_sizes,
@@ -141,7 +141,7 @@ def test_ring_flash_attn_is_planned_for_the_configured_mode_with_its_own_bytes()
         rows = 4096 // 2
         row = 2 * sizes.num_kv_heads * sizes.head_dim
         assert mode.sent_first == [rows * row * (2 * 2 + 2 * 4) * sizes.num_layers] * 2
-    with pytest.raises(UserError, match="no parallel.sp fits"):
+    with pytest.raises(UserError, match=r"no parallel\.sp fits"):
         fit_world(config, sizes, 1)
 
 
