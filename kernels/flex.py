@@ -105,15 +105,16 @@ class FlexEngine:
         if mask is None:
             return
         k_all, v_all = _with_anchors(k, v, anchors)
-        leaves = [x.detach().requires_grad_() for x in (q, k_all, v_all)]
+        leaf_q, leaf_k, leaf_v = (x.detach().requires_grad_() for x in (q, k_all, v_all))
         with torch.enable_grad():
-            out_part, lse_part = self._attend(*leaves, mask, scale)
+            out_part, lse_part = self._attend(leaf_q, leaf_k, leaf_v, mask, scale)
         with torch.no_grad():
             # A row that saw nothing here, or nothing at all, has no share.
             share = torch.exp(lse_part - lse).masked_fill((lse_part == -math.inf), 0).unsqueeze(-1)
             d_out = share * dout
             d_lse = (d_out * (out_part - out)).sum(-1)
         cotangents = (d_out.to(out_part.dtype), d_lse.to(lse_part.dtype))
+        leaves = (leaf_q, leaf_k, leaf_v)
         grads = torch.autograd.grad((out_part, lse_part), leaves, cotangents)
         dq += grads[0]
         for total, grad in zip((dk, dv), grads[1:], strict=True):
@@ -179,11 +180,17 @@ def _make(array: np.ndarray, num_queries: int, num_keys: int, device: torch.devi
 
     bounds = torch.from_numpy(_intervals(array, num_queries)).to(device)
     seen, full = _blocks(array, num_queries, num_keys)
-    lists = [
+    count, order, full_count, full_order = (
         torch.from_numpy(x).to(device) for blocks in (seen & ~full, full) for x in _ordered(blocks)
-    ]
+    )
     block_mask = BlockMask.from_kv_blocks(
-        *lists, BLOCK_SIZE=BLOCK, mask_mod=_mask_mod(bounds), seq_lengths=(num_queries, num_keys)
+        count,
+        order,
+        full_count,
+        full_order,
+        BLOCK_SIZE=BLOCK,
+        mask_mod=_mask_mod(bounds),
+        seq_lengths=(num_queries, num_keys),
     )
     return FlexMask(block_mask, num_queries, num_keys)
 

@@ -92,22 +92,20 @@ class Attention:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """dq, dk and dv, accumulators, from the final output (in the dtype of q) and LSE."""
         dtype = accumulator_dtype(self.q.dtype)
-        sums = [
+        dq, dk, dv = (
             torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (self.q, self.k, self.v)
-        ]
+        )
         anchors = self._anchors()
         d_anchors = torch.zeros(anchors.rows.shape, dtype=dtype, device=self.q.device)
         (step,) = self.plan.mine.steps
         backward_with_anchors_(
-            engine,
-            *(self.dout, self.q, self.k, self.v, out, lse, step.tiles, self.scale, *sums),
-            anchors,
-            d_anchors,
-        )
+            engine, self.dout, self.q, self.k, self.v, out, lse, step.tiles, self.scale,
+            dq, dk, dv, anchors, d_anchors,
+        )  # fmt: skip
         for number, row in self.plan.mine.anchors.own.tolist():
-            sums[1][row] += d_anchors[number, 0]
-            sums[2][row] += d_anchors[number, 1]
-        return sums[0], sums[1], sums[2]
+            dk[row] += d_anchors[number, 0]
+            dv[row] += d_anchors[number, 1]
+        return dq, dk, dv
 
     def _anchors(self) -> AnchorKeys:
         rows = [row for _, row in self.plan.mine.anchors.own.tolist()]
@@ -118,6 +116,6 @@ class Attention:
 
 def causal_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Rows q (N, Hq, D), k and v (N, Hkv, D) as one causal sequence, by torch's own attention."""
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = F.scaled_dot_product_attention(*heads_first, is_causal=True, enable_gqa=True)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return out[0].transpose(0, 1)

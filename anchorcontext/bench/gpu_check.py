@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,13 +130,8 @@ def _sound_engines(check: Check, lengths: Sequence[int]) -> dict[str, list[str]]
                 continue
             found = check.attempt(
                 f"errors of {name} in {short}",
-                lambda name=name, dtype=dtype: list(
-                    numerics.bench_numerics(
-                        lengths=lengths, dtypes=[dtype], device=check.device, engines=[name],
-                        heads=(4, 2), head_dim=128,
-                    )
-                ),
-            )  # fmt: skip
+                partial(_errors, check.device, lengths, dtype, name),
+            )
             if found is None:
                 continue
             # torch's own call comes with every engine; one line of it is enough.
@@ -161,6 +157,15 @@ def _sound_engines(check: Check, lengths: Sequence[int]) -> dict[str, list[str]]
     return sound
 
 
+def _errors(
+    device: torch.device, lengths: Sequence[int], dtype: torch.dtype, name: str
+) -> list[numerics.EngineErrors]:
+    found = numerics.bench_numerics(
+        lengths=lengths, dtypes=[dtype], device=device, heads=(4, 2), head_dim=128, engines=[name]
+    )
+    return list(found)
+
+
 def _speed(
     check: Check, lengths: Sequence[int], engines: dict[str, list[str]], *, quick: bool
 ) -> None:
@@ -171,11 +176,17 @@ def _speed(
         for mode in kernels.MODES:
             found = check.attempt(
                 f"speed in mode {mode} at {tokens:,} tokens",
-                lambda tokens=tokens, mode=mode: kernels.bench_kernels(
-                    lengths=[tokens], device=check.device, dtype=torch.bfloat16,
-                    heads=(4, 1) if quick else (32, 8), head_dim=128, modes=[mode], engines=names,
+                partial(
+                    kernels.bench_kernels,
+                    lengths=[tokens],
+                    device=check.device,
+                    dtype=torch.bfloat16,
+                    heads=(4, 1) if quick else (32, 8),
+                    head_dim=128,
+                    modes=[mode],
+                    engines=names,
                 ),
-            )  # fmt: skip
+            )
             results += found or []
     table = markdown_table(kernels.HEADERS, kernels.table_rows(results))
     check.record("speed", [asdict(r) for r in results], f"## Speed in bf16\n\n{table}")
@@ -199,7 +210,7 @@ def _training(check: Check) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
         found = check.attempt(
-            f"training in {short}", lambda dtype=dtype: train_beside_stock(check.device, dtype)
+            f"training in {short}", partial(train_beside_stock, check.device, dtype)
         )
         if found is None:
             continue

@@ -11,10 +11,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from anchorcontext.kernels import engine_report, get_engine
+from anchorcontext.kernels import Engine, engine_report, get_engine
 
 from .attention import Attention, causal_call
 from .markdown import markdown_table
@@ -52,7 +53,7 @@ class KernelSpeed:
 
 
 # Runs a forward and returns what runs its backward.
-Contestant = Callable[[], Callable[[], None]]
+Contestant = Callable[[], Callable[[], object]]
 
 
 def bench_kernels(
@@ -107,22 +108,22 @@ def _contestants(
     found: dict[str, Contestant] = {}
     for name in names:
         engine = get_engine(name, device=q.device, dtype=q.dtype)
-        found[name] = lambda engine=engine: _engine_forward(attention, engine)
+        found[name] = partial(_engine_forward, attention, engine)
     if mode == "intra_doc":
-        found[PER_DOCUMENT] = lambda: _torch_forward(attention, attention.lengths)
+        found[PER_DOCUMENT] = partial(_torch_forward, attention, attention.lengths)
     pairs = attention.plan.num_pairs
     rows = round((math.sqrt(8 * pairs + 1) - 1) / 2)  # n (n + 1) / 2 = pairs
-    found[YARDSTICK] = lambda: _torch_forward(attention, [rows])
+    found[YARDSTICK] = partial(_torch_forward, attention, [rows])
     return found
 
 
-def _engine_forward(attention: Attention, engine: object) -> Callable[[], None]:
-    state = attention.forward(engine)  # type: ignore[arg-type]
+def _engine_forward(attention: Attention, engine: Engine) -> Callable[[], object]:
+    state = attention.forward(engine)
     out = state.out.to(attention.q.dtype)
-    return lambda: _drop(attention.backward(engine, out, state.lse))  # type: ignore[arg-type]
+    return partial(attention.backward, engine, out, state.lse)
 
 
-def _torch_forward(attention: Attention, lengths: Sequence[int]) -> Callable[[], None]:
+def _torch_forward(attention: Attention, lengths: Sequence[int]) -> Callable[[], object]:
     parts = []
     start = 0
     for length in lengths:
@@ -162,10 +163,6 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _drop(_: object) -> None:
-    """A backward's results are not kept."""
 
 
 HEADERS = (

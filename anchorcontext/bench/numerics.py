@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -78,9 +79,9 @@ def _contestants(
     for name, reason in report.items():
         dense = name == "reference" and len(attention.q) > REFERENCE_TOKENS
         if reason is None and not dense and (engines is None or name in engines):
-            found[name] = lambda name=name: _results(attention, name)
+            found[name] = partial(_results, attention, name)
     if mode == "full":
-        found[TORCH] = lambda: _torch_results(attention)
+        found[TORCH] = partial(_torch_results, attention)
     return found
 
 

@@ -1,0 +1,151 @@
+"""``anchorcontext bench kernels`` and ``bench numerics``: the engines, their speed and errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+_markdown = click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Write the table into its section of PATH.",
+)
+_lengths = click.option(
+    "--tokens", "lengths", multiple=True, type=click.IntRange(min=2), metavar="L",
+    help="Tokens of a window; may be given several times.",
+)  # fmt: skip
+_threads = click.option("--threads", default=1, metavar="N", show_default=True, help="CPU threads.")
+
+
+@plain_command
+@_lengths
+@click.option("--heads", default="8/2", metavar="Q/KV", show_default=True, help="Heads.")
+@click.option("--head-dim", default=64, metavar="D", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
+@_threads
+@click.option("--repeats", default=3, metavar="N", show_default=True)
+@_markdown
+def kernels(
+    lengths: tuple[int, ...],
+    heads: str,
+    head_dim: int,
+    dtype: str,
+    mix: str,
+    threads: int,
+    repeats: int,
+    markdown: Path | None,
+) -> Outcome:
+    """FLOP rate of every engine, against torch's own attention on one causal sequence.
+
+    Default: one window of 65,536 tokens.
+    """
+    import torch
+
+    from anchorcontext.bench.kernels import HEADERS, bench_kernels, kernels_markdown, table_rows
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.cli.bench import parse_heads
+
+    lengths = lengths or (65536,)
+    torch.set_num_threads(threads)
+    device, name = _device()
+    results = bench_kernels(
+        lengths=lengths,
+        device=device,
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+        heads=parse_heads(heads),
+        head_dim=head_dim,
+        mix=mix,
+        repeats=repeats,
+    )
+    setting = (
+        f"Documents of the mix {mix}, {heads} query/key heads of {head_dim}, {dtype}, {name}, "
+        f"{threads} thread(s), {_today()}."
+    )
+    echo_table(table_rows(results), HEADERS, title=setting)
+    if markdown is not None and is_main_rank():
+        tokens = " ".join(f"--tokens {n}" for n in lengths)
+        line = (
+            f"anchorcontext bench kernels {tokens} --heads {heads} --head-dim {head_dim} "
+            f"--dtype {dtype} --mix {mix} --threads {threads} --repeats {repeats} "
+            f"--markdown {markdown}"
+        )
+        write_section(markdown, "kernels", kernels_markdown(results, setting, line))
+        echo(f"written to {markdown}")
+    return Outcome(results)
+
+
+@plain_command
+@_lengths
+@click.option("--heads", default="2/1", metavar="Q/KV", show_default=True, help="Heads.")
+@click.option("--head-dim", default=64, metavar="D", show_default=True)
+@_threads
+@_markdown
+def numerics(
+    lengths: tuple[int, ...], heads: str, head_dim: int, threads: int, markdown: Path | None
+) -> Outcome:
+    """Error of every engine against fp64: output, LSE and gradients, in fp32 and bf16.
+
+    Default: windows of 1,024, 4,096, 16,384 and 65,536 tokens.
+    """
+    import torch
+
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.bench.numerics import (
+        HEADERS,
+        bench_numerics,
+        numerics_markdown,
+        table_rows,
+    )
+    from anchorcontext.cli.bench import parse_heads
+
+    lengths = lengths or (1024, 4096, 16384, 65536)
+    if head_dim < 1:
+        raise UserError(f"--head-dim {head_dim}: a head has at least one dimension")
+    torch.set_num_threads(threads)
+    device, name = _device()
+    results = list(
+        bench_numerics(
+            lengths=lengths,
+            dtypes=[torch.float32, torch.bfloat16],
+            device=device,
+            heads=parse_heads(heads),
+            head_dim=head_dim,
+        )
+    )
+    setting = f"{heads} query/key heads of {head_dim}, {name}, {_today()}."
+    echo_table(table_rows(results), HEADERS, title=setting)
+    if markdown is not None and is_main_rank():
+        tokens = " ".join(f"--tokens {n}" for n in lengths)
+        line = (
+            f"anchorcontext bench numerics {tokens} --heads {heads} --head-dim {head_dim} "
+            f"--markdown {markdown}"
+        )
+        write_section(markdown, "numerics", numerics_markdown(results, setting, line))
+        echo(f"written to {markdown}")
+    return Outcome(results)
+
+
+def _device() -> tuple[torch.device, str]:
+    import platform
+
+    import torch
+
+    if torch.cuda.is_available():
+        return torch.device("cuda"), torch.cuda.get_device_name()
+    return torch.device("cpu"), f"{platform.machine()} CPU, torch {torch.__version__}"
+
+
+def _today() -> str:
+    import datetime
+
+    return str(datetime.date.today())
