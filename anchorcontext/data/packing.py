@@ -1,53 +1,24 @@
 """Packing: which tokens of which documents make which window. Lengths only, no tokens.
 
-A packer cuts documents into *segments* (a run of one document's tokens) and puts each segment into
-one window; whatever it leaves out it names. :func:`pack` does what is common to all packers: the
-minimum length, room for the anchor, the limit of windows, and the check that no token is lost or
-doubled. A new packer is one function in ``PACKERS``.
+A packer (``packers.py``) cuts documents into *segments* (a run of one document's tokens) and puts
+each segment into one window; whatever it leaves out it names. :func:`pack` does what is common to
+all packers: the minimum length, room for the anchor and for what stands in front of documents, the
+limits on windows, and the check that no token is lost or doubled.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from ..errors import UserError
+from .packers import PACKERS
+from .segments import Documents, Dropped, Segments
 
 TOO_SHORT = "min_document_tokens"
+TOO_EMPTY = "packing.min_fill"
 TOO_MANY = "max_windows"
-
-
-@dataclass(frozen=True)
-class Segments:
-    """S runs of document tokens in window order; all arrays int64.
-
-    Segment s is the tokens ``starts[s] : starts[s] + lengths[s]`` of document ``documents[s]``;
-    window w holds the segments ``offsets[w] : offsets[w + 1]`` (W + 1 offsets).
-    """
-
-    documents: np.ndarray
-    starts: np.ndarray
-    lengths: np.ndarray
-    offsets: np.ndarray
-
-
-@dataclass(frozen=True)
-class Dropped:
-    """Tokens left out for one reason: ``tokens[i]`` of document ``documents[i]``, both int64."""
-
-    documents: np.ndarray
-    tokens: np.ndarray
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.tokens.sum())
-
-    @property
-    def num_documents(self) -> int:
-        """Documents that lost tokens."""
-        return len(np.unique(self.documents))
 
 
 @dataclass(frozen=True)
@@ -57,6 +28,8 @@ class Packing:
     segments: Segments
     window_tokens: int
     anchor: bool
+    num_front_tokens: int = 0
+    """Tokens in front of segments that are not the documents' own."""
     dropped: dict[str, Dropped] = field(default_factory=dict)
 
     @property
@@ -72,32 +45,15 @@ class Packing:
     def utilisation(self) -> float:
         """The share of ``windows x window_tokens`` that is real tokens; the rest is padding."""
         room = self.num_windows * self.window_tokens
-        return (self.num_kept + self.anchor * self.num_windows) / room if room else 0.0
+        real = self.num_kept + self.num_front_tokens + self.anchor * self.num_windows
+        return real / room if room else 0.0
 
-
-def concat(lengths: np.ndarray, capacity: int) -> tuple[Segments, dict[str, Dropped]]:
-    """Documents in order, as one stream cut at every ``capacity`` tokens; drops nothing.
-
-    A document that is cut continues in the next window, where it is a document of its own. Only
-    the last window may be shorter. ``lengths`` (D,) int64, all positive.
-    """
-    ends = np.cumsum(lengths)
-    total = int(ends[-1]) if len(ends) else 0
-    cuts = np.arange(0, total, capacity, dtype=np.int64)
-    edges = np.union1d(np.r_[np.int64(0), ends], cuts) if total else np.zeros(1, dtype=np.int64)
-    begins = edges[:-1]
-    documents = np.searchsorted(ends, begins, side="right")
-    segments = Segments(
-        documents=documents,
-        starts=begins - (ends - lengths)[documents],
-        lengths=np.diff(edges),
-        offsets=np.r_[np.searchsorted(begins, cuts), len(begins)].astype(np.int64),
-    )
-    return segments, {}
-
-
-Packer = Callable[[np.ndarray, int], tuple[Segments, dict[str, Dropped]]]
-PACKERS: dict[str, Packer] = {"concat": concat}
+    @property
+    def num_cut(self) -> int:
+        """Documents that lie in more than one window."""
+        in_windows = np.unique(self.segments.documents * self.num_windows + self.segments.windows)
+        _, number = np.unique(in_windows // max(self.num_windows, 1), return_counts=True)
+        return int((number > 1).sum())
 
 
 def pack(
@@ -106,38 +62,71 @@ def pack(
     *,
     anchor: bool,
     method: str = "concat",
+    max_truncation: float = 0.0,
+    min_fill: float = 0.0,
     min_document_tokens: int = 1,
     max_windows: int | None = None,
+    first: np.ndarray | None = None,
+    again: np.ndarray | None = None,
 ) -> Packing:
     """Pack documents of ``lengths`` tokens (D,) into windows of at most ``window_tokens`` tokens.
 
-    With ``anchor`` one token of every window is left free for it. Documents shorter than
-    ``min_document_tokens`` and the segments of windows past ``max_windows`` are dropped, and named.
+    Args:
+        anchor: one token of every window is left free for it.
+        method: the packer, a key of ``PACKERS``.
+        max_truncation: as of :func:`~anchorcontext.data.best_fit.best_fit`.
+        min_fill: windows of which a smaller share is real tokens are dropped, and named.
+        min_document_tokens: shorter documents are dropped, and named.
+        max_windows: the segments of later windows are dropped, and named.
+        first, again: (D,) tokens that stand in front of a document's first segment and of its
+            continuation in another window; none by default.
 
     Raises:
         UserError: a window has no room for a document token.
     """
-    capacity = window_tokens - anchor
-    if capacity < 1:
-        needed = "the anchor and one token" if anchor else "one token"
-        raise UserError(f"data.window_tokens = {window_tokens}: a window holds at least {needed}")
     lengths = np.asarray(lengths, dtype=np.int64)
+    none = np.zeros_like(lengths)
+    documents = Documents(
+        lengths, none if first is None else first, none if again is None else again
+    )
+    _check_room(documents, window_tokens, anchor)
     long_enough = lengths >= max(min_document_tokens, 1)
     kept, short = np.flatnonzero(long_enough), np.flatnonzero(~long_enough)
-    segments, dropped = PACKERS[method](lengths[kept], capacity)
+    packed, left_out = PACKERS[method](documents[kept], window_tokens - anchor, max_truncation)
+    segments = Segments(kept[packed.documents], packed.starts, packed.lengths, packed.offsets)
     dropped = {
-        reason: Dropped(kept[part.documents], part.tokens) for reason, part in dropped.items()
+        reason: Dropped(kept[part.documents], part.tokens) for reason, part in left_out.items()
     }
     if len(short):
         dropped[TOO_SHORT] = Dropped(short, lengths[short])
-    documents, offsets = kept[segments.documents], segments.offsets
-    if max_windows is not None and len(offsets) - 1 > max_windows:
-        last = int(offsets[max_windows])
-        dropped[TOO_MANY] = Dropped(documents[last:], segments.lengths[last:])
-        offsets, documents = offsets[: max_windows + 1], documents[:last]
-    stop = len(documents)
-    segments = Segments(documents, segments.starts[:stop], segments.lengths[:stop], offsets)
-    packing = Packing(segments, window_tokens, anchor, dropped)
+    filled = np.bincount(segments.windows, segments.lengths + documents.front(segments))
+    segments = _limit(segments, filled + anchor >= min_fill * window_tokens, TOO_EMPTY, dropped)
+    if max_windows is not None:
+        num_windows = len(segments.offsets) - 1
+        segments = _limit(segments, np.arange(num_windows) < max_windows, TOO_MANY, dropped)
+    front_tokens = int(documents.front(segments).sum())
+    packing = Packing(segments, window_tokens, anchor, front_tokens, dropped)
     lost = lengths.sum() - packing.num_kept - sum(part.num_tokens for part in dropped.values())
     assert lost == 0, f"packing {method!r} lost {lost} tokens"
     return packing
+
+
+def _check_room(documents: Documents, window_tokens: int, anchor: bool) -> None:
+    front = int(np.maximum(documents.first, documents.again).max(initial=0))
+    if window_tokens - anchor - front < 1:
+        parts = ["the anchor"] * anchor + [f"{front} tokens in front of a document"] * (front > 0)
+        raise UserError(
+            f"data.window_tokens = {window_tokens}: a window holds at least "
+            f"{' and '.join([*parts, 'one token'])}"
+        )
+
+
+def _limit(
+    segments: Segments, kept: np.ndarray, reason: str, dropped: dict[str, Dropped]
+) -> Segments:
+    """The windows where ``kept`` is true; all others are dropped for ``reason``."""
+    if kept.all():
+        return segments
+    segments, others = segments.keep_windows(kept)
+    dropped[reason] = Dropped(others.documents, others.lengths)
+    return segments
