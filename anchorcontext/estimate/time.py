@@ -25,6 +25,7 @@ import numpy as np
 
 from ..hardware import Hardware
 from ..plan import BatchPlan
+from ..plan.tiling import tile_counts
 from ..plan.traffic import piece_loads
 from ..train.costs import cost_model, element_size_of, forwards_of
 from ..watch.sizes import ModelSizes
@@ -100,7 +101,9 @@ def plan_micro_batch(
     pairs = np.repeat(_team_pairs(plan), plan.ulysses) / plan.ulysses
     messages = np.repeat(rows.messages * (forwards + 1) + rows.return_messages, plan.ulysses)
     messages = messages + 2 * (plan.ulysses - 1) * (forwards + 1)
-    attention = pairs * cost.seconds_per_pair * sizes.num_layers
+    tiles = np.repeat(tile_counts(plan.pieces, plan.num_teams, plan.exchange), plan.ulysses)
+    attention = pairs * cost.seconds_per_pair + tiles * cost.seconds_per_tile
+    attention = attention * sizes.num_layers
     travel = np.maximum(
         _busier(inside) / hardware.node_bytes_per_second,
         _busier(outside) / hardware.network_bytes_per_second,

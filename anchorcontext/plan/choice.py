@@ -25,6 +25,7 @@ from .cost import CostModel
 from .heads import heads_divide, heads_per_rank
 from .pieces import Pieces
 from .ring import ring_arrivals
+from .tiling import tile_counts
 
 CLOSE = 1.01
 """Times nearer than this count as equal: the smaller buffers decide, and ulysses, which without
@@ -121,7 +122,6 @@ class _Work:
         self.rows = self._by_distance(need * size)
         """Rows needed."""
         self.num_groups = int(pieces.group.max()) + 1
-        self.own_tiles = np.bincount(owner, minlength=self.sp_size)
 
     def _by_distance(self, values: np.ndarray) -> np.ndarray:
         """float64 (P, P): values (ranks x pieces) summed over the pieces of each owner."""
@@ -147,8 +147,6 @@ def _gather(work: _Work, cost: CostModel) -> Candidate:
     peers = np.maximum((work.rows > 0).sum(axis=0), (work.returned() > 0).sum(axis=0))
     travel = cost.travel_seconds(np.maximum(received, sent), peers)
     own = work.pairs[0] * cost.seconds_per_pair
-    # The foreign keys of a document lie side by side: at most one more tile for each piece.
-    tiles = work.own_tiles * np.where(received > 0, 2, 1)
     return _candidate(
         "gather",
         work,
@@ -157,7 +155,6 @@ def _gather(work: _Work, cost: CostModel) -> Candidate:
         rows_held=received,
         step_rows=received,
         exposed=travel - np.minimum(cost.hideable * travel, own),
-        tiles=tiles,
     )
 
 
@@ -183,7 +180,6 @@ def _ring(work: _Work, cost: CostModel) -> Candidate:
         rows_held=(arriving + following).max(axis=0),
         step_rows=arriving.max(axis=0),
         exposed=exposed.sum(axis=0),
-        tiles=work.own_tiles + work.need.sum(axis=1),
     )
 
 
@@ -196,9 +192,9 @@ def _candidate(
     rows_held: np.ndarray,
     step_rows: np.ndarray,
     exposed: np.ndarray,
-    tiles: np.ndarray,
 ) -> Candidate:
     """Put together what the exchanges of rows have in common; arrays are (P,)."""
+    tiles = tile_counts(work.pieces, work.sp_size, exchange)
     attention = work.pairs.sum(axis=0) * cost.seconds_per_pair + tiles * cost.seconds_per_tile
     # Keys held and arriving, their copies for sending, and gradients of one step's rows: computed,
     # on their way, and arriving.

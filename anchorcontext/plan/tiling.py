@@ -51,6 +51,21 @@ def make_tiles(
     return Tiles(_join_keys(tiles), exact)
 
 
+def tile_counts(pieces: Pieces, sp_size: int, exchange: str) -> np.ndarray:
+    """Tiles of every rank over all steps, int64 (P,).
+
+    A piece of queries is one tile with its own rank's keys, and one more for every other rank that
+    holds earlier keys of its document (``"ring"``), or for all of them together (``"gather"``).
+    Own pieces of a document that do not lie side by side on their rank are more tiles than that.
+    """
+    start, group, owner = pieces.start, pieces.group, pieces.owner
+    first = np.full((sp_size, int(group.max()) + 1), np.iinfo(np.int64).max)
+    np.minimum.at(first, (owner, group), start)
+    others = (first[:, group] < start).sum(axis=0) - (first[owner, group] < start)
+    tiles = 1 + (others if exchange == "ring" else (others > 0))
+    return np.bincount(owner, weights=tiles, minlength=sp_size).astype(np.int64)
+
+
 def owned(pieces: Pieces, rank: int) -> np.ndarray:
     """The pieces of a rank in the order of its rows: both ends of a message list them alike."""
     index = np.flatnonzero(pieces.owner == rank)

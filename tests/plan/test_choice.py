@@ -12,6 +12,7 @@ import pytest
 from anchorcontext.plan import BatchPlan, CostModel, choice
 from anchorcontext.plan.choice import choose_exchange
 from anchorcontext.plan.mixes import mix_lengths
+from anchorcontext.plan.tiling import tile_counts
 from anchorcontext.window import Window
 
 HEADS, KV_HEADS, HEAD_DIM = 8, 2, 16
@@ -68,6 +69,16 @@ def test_bytes_and_rows_are_those_of_the_plans(layout, sp_size, mode):
             steps = [step.num_rows for step in plans[name].rank(rank).steps[1:]] + [0]
             held = max(held, *(a + b for a, b in zip(steps, [*steps[1:], 0], strict=True)))
         assert found[name].rows_held == held
+
+
+@pytest.mark.parametrize("exchange", ["gather", "ring"])
+@pytest.mark.parametrize("layout", ["zigzag", "balanced"])
+@pytest.mark.parametrize("mode", ["full", "anchor"])
+def test_tiles_are_counted_without_making_them(mode, layout, exchange):
+    for sp_size in (2, 8):
+        plan = BatchPlan([mix_window(16384, mode)] * 2, sp_size, layout, exchange)
+        made = [sum(len(s.tiles) for s in plan.rank(rank).steps) for rank in range(sp_size)]
+        assert tile_counts(plan.pieces, sp_size, exchange).tolist() == made
 
 
 def test_seconds_are_those_of_the_steps():
