@@ -57,6 +57,7 @@ setup(
         "gpu": ["triton>=3.6", "flash-attn>=2.8"],
         # attention.backend: ring_flash_attn; declares no dependencies, calls flash-attn.
         "ring-flash-attn": ["ring-flash-attn==0.1.8"],
+        "liger": ["liger-kernel>=0.6.3"],  # loss.kernel: liger
         "eval": ["lm_eval[hf]>=0.4.13", "wonderwords>=2.2", "nltk>=3.9"],
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.18"],
@@ -64,6 +65,7 @@ setup(
         "dev": [
             "build>=1.2",
             "hypothesis>=6.130",
+            "liger-kernel==0.8.5",
             "mypy>=2.0,<3",
             "pre-commit>=4",
             "pytest>=8.3",

@@ -90,17 +90,38 @@ class SourceSection(Section):
     """Name in reports; without it, the last part of ``path`` or the kind."""
 
     path: Text | None = None
-    """File or folder; only ``stdlib`` needs none."""
+    """File or folder, or the hub name of a data set; only ``stdlib`` needs none."""
 
-    kind: Literal["auto", "text", "jsonl", "stdlib"] = "auto"
-    """``text``: each file a document; ``jsonl``: each line an object with a text field;
-    ``stdlib``: source files and prose of this Python's standard library; ``auto``: by ending."""
-
-    text_field: Text = "text"
-    """Field of a JSON line that holds the document."""
+    kind: Literal["auto", "text", "jsonl", "parquet", "datasets", "stdlib"] = "auto"
+    """``text``: each file a document; ``jsonl`` (also .gz, .zst): each line an object;
+    ``parquet`` (also .arrow): each row; ``datasets``: a folder of ``save_to_disk``, or what
+    ``load_dataset`` opens; ``stdlib``: this Python's standard library; ``auto``: by ending."""
 
     pattern: Text | None = None
     """Glob for the files of a folder, such as ``**/*.md``."""
+
+    text_field: Text = "text"
+    """Field of a row that holds the document; a dot reaches into a nested one."""
+
+    source_field: Text | None = None
+    """Field of a row whose value names its source in reports and shares, as ``name/VALUE``; such as
+    ``meta.redpajama_set_name``."""
+
+    tokens_field: Text | None = None
+    """Field of a row that holds token ids, for rows that are tokenised already; a field ``source``
+    of spans ``{source, start, end}`` cuts a row into its documents."""
+
+    subset: Text | None = None
+    """Configuration of a data set, for ``load_dataset``."""
+
+    split: Text = "train"
+    """Split of a data set."""
+
+    revision: Text | None = None
+    """Commit or tag of a data set on the hub."""
+
+    streaming: bool = False
+    """Read a data set over the network instead of downloading it first."""
 
     @model_validator(mode="before")
     @classmethod
@@ -133,6 +154,26 @@ class DataSection(Section):
 
     train_tokenizer: TrainTokenizerSection | None = None
     """Train a tokenizer on the sources instead."""
+
+    workers: PositiveInt | None = None
+    """Processes that tokenise; null is one for each core. The result does not depend on it."""
+
+    max_document_characters: PositiveInt = 100_000_000
+    """Longer documents are broken entries: a worker takes some 50 bytes a character."""
+
+    shares: Annotated[dict[Text, PositiveFloat], Field(min_length=1)] | None = None
+    """Weights of the sources' tokens, by name; null keeps everything. As much is kept as the shares
+    allow; ``web`` stands for ``web`` and every ``web/...``."""
+
+    shuffle_documents: bool = False
+    """Pack the documents in a random order, so that sources mix within windows; false keeps the
+    order of the corpus."""
+
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Chance of a document to be held out for validation, decided by a hash of its content."""
+
+    seed: NonNegativeInt = 0
+    """Seed of what ``prepare`` draws at random."""
 
     window_tokens: Annotated[int, Field(ge=2)]
     """Tokens of a window, the anchor included."""
@@ -175,8 +216,8 @@ class AttentionSection(Section):
     """Give logits the same bits on any number of ranks, one included, for keys that travel by
     gather or ulysses; a little slower."""
 
-    engine: Literal["auto", "reference", "cpu"] = "auto"
-    """Which kernel computes the tiles on one device."""
+    engine: Literal["auto", "flash_attn", "varlen", "cpu", "triton", "flex", "reference"] = "auto"
+    """Which kernel computes the tiles on one device; ``auto`` takes the best that serves it."""
 
     backend: Literal["native", "ring_flash_attn"] = "native"
     """Whose code exchanges and attends: ours, or the package ring-flash-attn (CUDA, modes ``full``
@@ -207,6 +248,10 @@ class LossSection(Section):
 
     chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time."""
+
+    kernel: Literal["native", "liger"] = "native"
+    """``native``: fp32 logits; ``liger``: Liger's fused kernel, faster on GPUs, logits in the
+    model's dtype and chunks of its own."""
 
 
 class OptimizerSection(Section):

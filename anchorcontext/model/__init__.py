@@ -2,6 +2,7 @@
 
 from .attention import attention_forward, enable
 from .export import export_model
+from .liger import check_liger
 from .load import DTYPES, build_config, build_model
 from .loss import linear_cross_entropy
 from .rope import (
@@ -22,6 +23,7 @@ __all__ = [
     "build_config",
     "build_model",
     "cast_parameters",
+    "check_liger",
     "check_supported",
     "configure_rope",
     "enable",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from ..errors import UserError
 from ..modes import IGNORE
 from ..parallel import Plan
+from .liger import liger_cross_entropy
 from .loss import linear_cross_entropy
 from .rope import fix_rotary_buffers
 from .supported import output_head
@@ -24,17 +25,21 @@ class TrainModel(nn.Module):
     Args:
         causal_lm: an enabled model (see :func:`anchorcontext.enable`).
         chunk_tokens: tokens whose logits are held at once.
+        loss_kernel: ``"native"`` (:mod:`.loss`) or ``"liger"`` (:mod:`.liger`), which chooses its
+            own chunks.
 
     Raises:
         UserError: the model's head is not a plain linear map.
     """
 
-    def __init__(self, causal_lm: PreTrainedModel, chunk_tokens: int = 1024) -> None:
+    def __init__(
+        self, causal_lm: PreTrainedModel, chunk_tokens: int = 1024, loss_kernel: str = "native"
+    ) -> None:
         super().__init__()
         if chunk_tokens < 1:
             raise UserError(f"chunk_tokens = {chunk_tokens}: take at least 1 token a chunk")
         self.causal_lm = causal_lm
-        self.loss_of = _HeadLoss(output_head(causal_lm), chunk_tokens)
+        self.loss_of = _HeadLoss(output_head(causal_lm), chunk_tokens, loss_kernel)
 
     def forward(
         self,
@@ -98,14 +103,17 @@ class _HeadLoss(nn.Module):
     own forward, so DeepSpeed is told to gather it for this module, and for no longer.
     """
 
-    def __init__(self, head: nn.Linear, chunk_tokens: int) -> None:
+    def __init__(self, head: nn.Linear, chunk_tokens: int, kernel: str) -> None:
         super().__init__()
         self.chunk_tokens = chunk_tokens
+        self.kernel = kernel
         # In a tuple: the head must not become a second submodule with a second name.
         self._head = (head,)
 
     def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         weight = self._head[0].weight
+        if self.kernel == "liger":
+            return liger_cross_entropy(hidden, weight, labels)
         return linear_cross_entropy(hidden, weight, labels, self.chunk_tokens)
 
     def register_partitioned_weight(self) -> None:

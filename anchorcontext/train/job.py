@@ -15,7 +15,7 @@ from ..config import Config
 from ..data import Loader, WindowDataset
 from ..data.agreement import check_prepared
 from ..errors import UserError
-from ..model import TrainModel, build_model, verify_rope
+from ..model import TrainModel, build_model, check_liger, verify_rope
 from ..parallel import Mesh, build_mesh
 from ..parallel.ring_flash_attn import check_installed
 from ..plan.cache import PLANS
@@ -103,13 +103,16 @@ class Job:
         PLANS.plan(windows, self.mesh.sp, **options).rank(self.mesh.sp_rank)
 
     def _build_model(self) -> TrainModel:
+        loss = self.config.loss
+        if loss.kernel == "liger":
+            check_liger(self.device)
         model = build_model(
             self.config.model,
             window_tokens=self.dataset.window_tokens,
             seed=self.config.run.seed,
             vocab_size=self.dataset.vocab_size,
         )
-        return TrainModel(model, self.config.loss.chunk_tokens).to(self.device)
+        return TrainModel(model, loss.chunk_tokens, loss.kernel).to(self.device)
 
     def _checked(self, windows: list[Window]) -> list[Window]:
         """A token id outside the vocabulary would read foreign memory on a GPU, or hang it."""

@@ -19,13 +19,16 @@ _COUNTS = ("data.shuffle",)
 _ROUNDING = (
     "attention.backend",
     "attention.engine",
+    "attention.exact",
     "attention.exchange",
     "attention.layout",
     "attention.ulysses",
     "loss.chunk_tokens",
+    "loss.kernel",
     "model.gradient_checkpointing",
     "parallel.exchange_memory",
     "parallel.hardware",
+    "train.deterministic",
     "train.micro_batch_windows",
 )
 
