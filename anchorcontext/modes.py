@@ -13,7 +13,13 @@ anchor             same document, or j = 0     0 .. L-1, the anchor has 0
 =================  ==========================  ==============================
 
 The anchor is token 0 of the window, its own document (AnchorAttention, arXiv 2411.13476,
-section 4). Padding has document id ``PADDING``: it sees nothing and nothing sees it.
+section 4). Instead, under the other modes, every document may begin with a copy of it: in
+``intra_doc`` a copy has position 0 and the other tokens keep the positions they would have without
+the copies but that of token 0, so that a document computes what it does with the anchor of mode
+``anchor``: the copy's keys and values depend on its id and position alone. In ``full`` and
+``intra_doc_reset`` a copy is a token like any other.
+
+Padding has document id ``PADDING``: it sees nothing and nothing sees it.
 """
 
 from __future__ import annotations
@@ -90,15 +96,18 @@ def visible(mode: Mode, doc_ids: np.ndarray) -> np.ndarray:
     return seen & (index[None, :] <= index[:, None]) & real[:, None] & real[None, :]
 
 
-def position_ids(mode: Mode, doc_ids: np.ndarray) -> np.ndarray:
+def position_ids(mode: Mode, doc_ids: np.ndarray, copies: np.ndarray | None = None) -> np.ndarray:
     """The RoPE position of every token, int64 (L,).
 
     With ``reset_positions`` a token's position is the number of tokens of its document before it
-    (also when the document lies in several pieces).
+    (also when the document lies in several pieces). ``copies`` (L,) bool: copies of the anchor.
     """
     doc_ids = np.asarray(doc_ids)
     if not mode.reset_positions:
-        return np.arange(len(doc_ids), dtype=np.int64)
+        positions = np.arange(len(doc_ids), dtype=np.int64)
+        if copies is not None and mode.same_document:
+            positions = np.where(copies, 0, positions - np.cumsum(copies) + copies[:1])
+        return positions
     order = np.argsort(doc_ids, kind="stable")
     ordered = doc_ids[order]
     first = np.r_[True, ordered[1:] != ordered[:-1]] if len(ordered) else np.zeros(0, dtype=bool)

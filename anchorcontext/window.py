@@ -28,6 +28,10 @@ class Window:
             across a boundary (the anchor, a document of one token, therefore has none);
             ``"train"``: it predicts the next token of the window, as plain packing does.
         loss_mask: (L,) bool, tokens that may be a *target*; default all.
+        copies: (n,) bool, runs that are a copy of the anchor: one token, in front of its document
+            and of that document. Where documents see only themselves, copies stand in for the
+            anchor of mode ``anchor``, with the same result (see :mod:`anchorcontext.modes`).
+            Default: none.
 
     ``labels[i]`` is the target of position i, shifted once here on the whole window, so that no
     shard ever shifts (``-100``: no target).
@@ -45,6 +49,7 @@ class Window:
         segment_docs: Any = None,
         boundary: str = "mask",
         loss_mask: Any = None,
+        copies: Any = None,
     ) -> None:
         self.input_ids = _int_vector("input_ids", input_ids)
         self.cu_seqlens = _int_vector("cu_seqlens", cu_seqlens)
@@ -54,6 +59,7 @@ class Window:
         docs = np.arange(num_runs) if segment_docs is None else segment_docs
         self.segment_docs = _int_vector("segment_docs", docs)
         self._loss_mask = None if loss_mask is None else _readonly(np.asarray(loss_mask, bool))
+        self._copies = None if copies is None else _readonly(np.asarray(copies, bool))
         self._validate()
 
     @classmethod
@@ -82,6 +88,7 @@ class Window:
             segment_docs=self.segment_docs,
             boundary=self.boundary,
             loss_mask=self._loss_mask,
+            copies=self._copies,
         )
 
     def prefix(self, num_tokens: int) -> Window:
@@ -97,6 +104,7 @@ class Window:
             segment_docs=self.segment_docs[:num_runs],
             boundary=self.boundary,
             loss_mask=None if self._loss_mask is None else self._loss_mask[:stop],
+            copies=None if self._copies is None else self._copies[:num_runs],
         )
 
     @property
@@ -112,7 +120,21 @@ class Window:
     @cached_property
     def position_ids(self) -> np.ndarray:
         """(L,) int64, the RoPE position of each token."""
-        return _readonly(position_ids(self.mode, self.doc_ids))
+        return _readonly(position_ids(self.mode, self.doc_ids, self.anchor_copies))
+
+    @cached_property
+    def anchor_copies(self) -> np.ndarray | None:
+        """(L,) bool, the tokens that are a copy of the anchor; None where there is none."""
+        if self._copies is None or not self._copies.any():
+            return None
+        return _readonly(np.repeat(self._copies, np.diff(self.cu_seqlens)))
+
+    @property
+    def loss_mask(self) -> np.ndarray:
+        """(L,) bool, the tokens that may be a target."""
+        if self._loss_mask is None:
+            return _readonly(np.ones(self.num_tokens, dtype=bool))
+        return self._loss_mask
 
     @cached_property
     def labels(self) -> np.ndarray:
@@ -162,11 +184,33 @@ class Window:
                 "a token"
             )
         docs = self.segment_docs
+        self._validate_copies()
         if self.mode.anchor and (edges[1] != 1 or (docs[1:] == docs[0]).any()):
             raise UserError(
                 f"cu_seqlens = {_brief(edges)} in mode 'anchor': token 0 is the anchor and must be "
                 "its own document; put the anchor token in front and start cu_seqlens with [0, 1, "
                 "...], or use Window.from_documents(documents, anchor_id)"
+            )
+
+    def _validate_copies(self) -> None:
+        copies = self._copies
+        if copies is None:
+            return
+        if copies.shape != self.segment_docs.shape:
+            raise UserError(
+                f"copies has shape {copies.shape} for {len(self.segment_docs)} runs: give one "
+                "value a run"
+            )
+        long = copies & (np.diff(self.cu_seqlens) > 1)
+        if long.any():
+            raise UserError(
+                f"copies: run {int(np.argmax(long))} is a copy of the anchor and has more than one "
+                "token; give the copy a run of its own, with the document's id in segment_docs"
+            )
+        if self.mode.anchor and copies.any():
+            raise UserError(
+                "copies of the anchor in mode 'anchor', which has one anchor for all documents: "
+                "leave them out, or choose mode intra_doc"
             )
 
 

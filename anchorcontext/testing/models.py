@@ -93,14 +93,13 @@ def stock_logits(model: PreTrainedModel, window: Window) -> torch.Tensor:
     model.set_attn_implementation("eager")
     documents = window.doc_ids.tolist()
     device, dtype = model.device, model.dtype
+    positions = dense_positions(documents, window.mode.name, window.anchor_copies)
     seen = dense_mask(documents, window.mode.name).to(device)
     bias = torch.zeros(seen.shape, dtype=dtype, device=device)
     bias = bias.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
     output = model(
         input_ids=torch.tensor(window.input_ids, device=device)[None],
-        position_ids=torch.tensor(dense_positions(documents, window.mode.name), device=device)[
-            None
-        ],
+        position_ids=torch.tensor([positions], device=device),
         attention_mask=bias,
         use_cache=False,
     )

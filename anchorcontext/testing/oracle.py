@@ -27,8 +27,19 @@ def dense_mask(documents: Sequence[int], mode: str) -> torch.Tensor:
     return mask
 
 
-def dense_positions(documents: Sequence[int], mode: str) -> list[int]:
-    """(L,) the position of each token, straight from the table of modes."""
+def dense_positions(
+    documents: Sequence[int], mode: str, copies: Sequence[bool] | None = None
+) -> list[int]:
+    """(L,) the position of each token, straight from the table of modes.
+
+    ``copies``: (L,) which tokens are copies of the anchor.
+    """
+    if mode == "intra_doc" and copies is not None:
+        positions, following = [], int(copies[0])
+        for copied in copies:
+            positions.append(0 if copied else following)
+            following += not copied
+        return positions
     if mode != "intra_doc_reset":
         return list(range(len(documents)))
     seen: dict[int, int] = {}
