@@ -25,7 +25,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-WIRE = "wire"
+LOOPBACK, WIRE = "lo", "wire"
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET of <sched.h>
 
 # A bucket this small lets next to nothing through for free after a pause; larger frames keep the
@@ -46,6 +46,8 @@ class Port:
 
     path: str
     """Names the namespace for as long as the network is up."""
+    interface: str
+    """What the rank speaks over there."""
 
     def enter(self) -> None:
         """Move the calling thread, and what it starts from now on, into the namespace."""
@@ -82,10 +84,25 @@ def throttled_network(num_ports: int, bytes_per_second: float) -> Iterator[list[
                     f"tc qdisc add dev {device} root tbf rate {int(bytes_per_second)}bps "
                     f"burst {BURST_BYTES} limit {QUEUE_BYTES}"
                 )
-        yield [Port(port.path) for port in ports]
+        yield [Port(port.path, WIRE) for port in ports]
     finally:
         for space in spaces:
             space.close()
+
+
+@contextmanager
+def private_loopback(num_ports: int) -> Iterator[list[Port]]:
+    """A loopback interface that these ranks have to themselves: its counter is theirs alone.
+
+    Raises:
+        NetworkUnavailable: no Linux, no root, or no iproute2.
+    """
+    space = _Namespace.make()
+    try:
+        space.run("ip link set lo up")
+        yield [Port(space.path, LOOPBACK)] * num_ports
+    finally:
+        space.close()
 
 
 def bytes_sent(interface: str) -> int:
@@ -114,7 +131,7 @@ class _Namespace:
         """Run ``ip`` or ``tc`` inside."""
 
         def inside() -> subprocess.CompletedProcess[str]:
-            Port(self.path).enter()
+            Port(self.path, LOOPBACK).enter()
             return subprocess.run(command.split(), capture_output=True, text=True, timeout=20)
 
         try:

@@ -19,7 +19,7 @@ from ..errors import UserError
 from ..parallel import distributed_attention, make_plan
 from ..plan import CostModel
 from ..window import Window
-from .netns import WIRE, Port, bytes_sent
+from .netns import LOOPBACK, Port, bytes_sent
 from .peer_functions import CONTENDERS, FULL, PADDING, Case, Contender, Prepared
 
 LOOPBACK_BYTES_PER_SECOND = 1e9
@@ -58,14 +58,14 @@ class Job:
     exact: Path | None = None
     """Folder of the exact results, ``<function>.pt``; None: errors are not measured."""
     ports: list[Port] | None = None
-    """The ranks' places in a network; None: they speak over the loopback interface."""
+    """The ranks' places in a network; None: they speak over this machine's loopback interface."""
     meeting: Path | None = None
     """A file that does not exist yet, through which they find each other there."""
 
     @property
     def interface(self) -> str:
         """What the ranks speak over."""
-        return "lo" if self.ports is None else WIRE
+        return LOOPBACK if self.ports is None else self.ports[0].interface
 
     def window(self, function: str) -> np.ndarray:
         """int64 (n + 1,): edges of the documents that ``function`` is measured on."""
@@ -226,7 +226,7 @@ class _Run:
         sent = bytes_sent(interface) - sent
         dist.barrier()
         # All ranks share the loopback interface, whose counter is theirs together.
-        result.wire_bytes.append(sent // (dist.get_world_size() if interface == "lo" else 1))
+        result.wire_bytes.append(sent // (dist.get_world_size() if interface == LOOPBACK else 1))
         if plan is not None:
             result.payload_bytes = plan.meter.bytes_sent - payload
         if exact is not None:
@@ -260,7 +260,7 @@ def _enter(rank: int, world_size: int, port: Port, meeting: Path | None) -> None
     """Leave the loopback group for one that speaks through the port."""
     dist.destroy_process_group()
     port.enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = WIRE
+    os.environ["GLOO_SOCKET_IFNAME"] = port.interface
     dist.init_process_group(
         "gloo",
         init_method=f"file://{meeting}",

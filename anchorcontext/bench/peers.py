@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ import torch
 from ..plan.mixes import mix_lengths
 from ..testing import run_distributed
 from .exact import exact_attention
-from .netns import NetworkUnavailable, throttled_network
+from .netns import NetworkUnavailable, private_loopback, throttled_network
 from .peer_functions import CONTENDERS, FUNCTIONS
 from .peer_ranks import GROUP_TIMEOUT, Job, RankResult, flops_per_second, measure
 
@@ -190,16 +191,26 @@ def bench_peers(
 
 
 def _run(job: Job, sp: int, bytes_per_second: float | None) -> list[list[RankResult]]:
-    """The job on fresh ranks, joined by links of that speed or by the loopback interface."""
-    seconds = GROUP_TIMEOUT.total_seconds()
-    if bytes_per_second is None:
-        return run_distributed(
-            measure, sp, job, timeout=TIMEOUT_SECONDS, group_timeout=seconds, preload=PRELOAD
-        )
-    with throttled_network(sp, bytes_per_second) as ports:
-        return run_distributed(
-            measure, sp, replace(job, ports=ports), timeout=TIMEOUT_SECONDS, preload=PRELOAD
-        )
+    """The job on fresh ranks, joined by links of that speed or by a loopback interface."""
+    if bytes_per_second is not None:
+        with throttled_network(sp, bytes_per_second) as ports:
+            return _on_ranks(replace(job, ports=ports), sp)
+    with ExitStack() as stack:
+        # Else the machine's own, whose counter also counts what other programs send.
+        with suppress(NetworkUnavailable):
+            job = replace(job, ports=stack.enter_context(private_loopback(sp)))
+        return _on_ranks(job, sp)
+
+
+def _on_ranks(job: Job, sp: int) -> list[list[RankResult]]:
+    return run_distributed(
+        measure,
+        sp,
+        job,
+        timeout=TIMEOUT_SECONDS,
+        group_timeout=GROUP_TIMEOUT.total_seconds(),
+        preload=PRELOAD,
+    )
 
 
 def _merge(ranks: list[list[RankResult]]) -> list[ContenderResult]:

@@ -15,7 +15,8 @@ NOTES = (
     "Times are those of the slowest rank over the best peer's that computes the same function in "
     "the same setting, repeat by repeat; the median of the repeats. No peer computes `anchor`: its "
     "times are over the best peer's that computes `intra_doc`, which is less work.",
-    "Bytes are counted by the ranks' network interfaces, headers included. gloo's reduce-scatter, "
+    "Bytes are counted by the ranks' network interfaces, headers included; without root by the "
+    "machine's loopback interface, what other programs send included. gloo's reduce-scatter, "
     "which llama3 varlen calls, moves twice what NCCL's would.",
     "ring-flash-attn 0.1.8 is the package from PyPI; flash-attn's functions are provided for CPU "
     "tensors. Zigzag varlen wants documents divisible by 2 P: each is padded at its end.",
@@ -124,7 +125,7 @@ def contender_rows(report: PeersReport, function: str) -> list[tuple[str, ...]]:
             "–" if result is None else _relative_time(result, setting)
             for result, setting in zip(everywhere, report.settings, strict=True)
         ]
-        # The last setting is a throttled one where there is any: nobody else sends there.
+        # In the last setting: a throttled one where there is any, in which nobody else sends.
         sent = [r.wire_bytes for r in everywhere if r is not None and r.wire_bytes is not None]
         name = f"**{contender.name}**" if contender.ours else contender.name
         errors = (_error(contender.out_error), _error(contender.gradient_error))
@@ -155,7 +156,7 @@ def setting_lines(report: PeersReport) -> list[str]:
 def _setting_line(result: SettingResult, flops_per_second: float) -> str:
     setting = result.setting
     if setting.flops_per_byte is None or result.bytes_per_second is None:
-        return f"{setting.name}: all ranks on this machine's loopback interface, not throttled."
+        return f"{setting.name}: all ranks on one loopback interface, not throttled."
     line = (
         f"{setting.name}: each rank in a network namespace behind a link of "
         f"{result.bytes_per_second / 1e6:.2f} MB/s, {setting.flops_per_byte / 1e3:g} kFLOP of the "

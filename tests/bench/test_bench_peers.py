@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from anchorcontext.bench import netns, peers, peers_table
 from anchorcontext.bench.exact import exact_attention
-from anchorcontext.bench.netns import NetworkUnavailable, throttled_network
+from anchorcontext.bench.netns import NetworkUnavailable, private_loopback, throttled_network
 from anchorcontext.bench.peer_functions import CONTENDERS, zigzag_rows
 from anchorcontext.bench.peers import (
     SETTINGS,
@@ -62,25 +62,25 @@ def tiny(repeats=1):
 
 def test_everyone_computes_what_it_claims_and_ours_sends_what_its_plan_predicts(monkeypatch):
     monkeypatch.setitem(mixes.MIXES, "tiny", lambda tokens, seed: np.array(LENGTHS))
-    report = peers.bench_peers(tiny(), [SETTINGS["loopback"], SETTINGS["nvlink"]])
-    loopback, throttled = report.settings
+    report = peers.bench_peers(tiny(), [SETTINGS["nvlink"]])
+    if report.settings[0].unavailable is not None:  # without root
+        report = peers.bench_peers(tiny(), [SETTINGS["loopback"]])
+    throttled = report.settings[0].bytes_per_second is not None
     assert report.documents == len(LENGTHS) + 1
-    assert len(loopback.results) == len(CONTENDERS)
-    for result in loopback.results:
+    assert len(report.settings[0].results) == len(CONTENDERS)
+    for result in report.settings[0].results:
         assert result.unavailable is None, result
         assert result.out_error < OUT_TOLERANCE, result
         assert result.gradient_error < GRADIENT_TOLERANCE, result
         assert min(result.seconds) > 0
-        assert (result.payload_bytes == result.predicted_bytes) and result.ours == all(
-            sent is not None for sent in result.payload_bytes
-        )
+        if result.ours:
+            assert result.payload_bytes == result.predicted_bytes
+            payload = np.mean(result.payload_bytes)
+            assert payload > 0
+            # Headers and barriers are all that a link carries beyond the payload.
+            assert payload <= result.wire_bytes
+            assert result.wire_bytes <= 1.1 * payload + 20_000 or not throttled, result
     assert {verdict.function for verdict in peers_table.verdicts(report)} == {"full", "intra_doc"}
-    if throttled.unavailable is None:
-        # Headers and barriers are all that a wire carries beyond the payload.
-        for result in throttled.results:
-            if result.ours:
-                payload = np.mean(result.payload_bytes)
-                assert payload <= result.wire_bytes <= 1.1 * payload + 20_000, result
 
 
 @pytest.mark.parametrize("mode", ["full", "intra_doc", "anchor"])
@@ -124,29 +124,34 @@ def send_to_the_next(rank, world, ports, meeting, count):
     import torch
     import torch.distributed as dist
 
-    from anchorcontext.bench.netns import WIRE, bytes_sent
+    from anchorcontext.bench.netns import bytes_sent
 
     dist.destroy_process_group()
     ports[rank].enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = WIRE
+    interface = os.environ["GLOO_SOCKET_IFNAME"] = ports[rank].interface
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     mine, theirs = torch.ones(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
     dist.barrier()
-    sent, start = bytes_sent(WIRE), time.perf_counter()
+    sent, start = bytes_sent(interface), time.perf_counter()
+    dist.barrier()
     works = [dist.isend(mine, (rank + 1) % world), dist.irecv(theirs, (rank - 1) % world)]
     for work in works:
         work.wait()
     dist.barrier()
-    return time.perf_counter() - start, bytes_sent(WIRE) - sent
+    return time.perf_counter() - start, bytes_sent(interface) - sent
 
 
 def test_links_are_throttled_and_nothing_is_left_behind(network, tmp_path):
     before, files = host_interfaces(), len(os.listdir("/proc/self/fd"))
     with network(2, 2e6) as ports:
-        found = run_distributed(send_to_the_next, 2, ports, tmp_path / "meeting", 1_000_000)
+        found = run_distributed(send_to_the_next, 2, ports, tmp_path / "wire", 1_000_000)
     for seconds, sent in found:
-        assert 0.4 < seconds < 3, "1 MB at 2 MB/s takes half a second"
+        assert seconds > 0.4, "1 MB at 2 MB/s takes half a second"
         assert 1_000_000 <= sent < 1_100_000
+    with private_loopback(2) as ports:
+        found = run_distributed(send_to_the_next, 2, ports, tmp_path / "lo", 1_000_000)
+    for _, sent in found:
+        assert 2_000_000 <= sent < 2_200_000, "one counter for both ranks, and for nobody else"
     with pytest.raises(RuntimeError), network(2, 2e6):
         raise RuntimeError
     assert len(os.listdir("/proc/self/fd")) <= files + 2  # of the fork server
