@@ -275,35 +275,36 @@ def dkdv_kernel(
     else:
         dk_first = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
 
-    for member in range(GROUP):
-        head = kv_head * GROUP + member
+    num_items = item_stop - item_start
+    for walk in range(GROUP * num_items):
+        item = item_start + walk % num_items
+        head = kv_head * GROUP + walk // num_items
         head_q = q_ptr + head * q_head
         head_dout = dout_ptr + head * dout_head
         head_delta = delta_ptr + head.to(tl.int64) * num_queries
         head_lse2 = lse2_ptr + head.to(tl.int64) * num_queries
-        for item in range(item_start, item_stop):
-            start = tl.load(items_ptr + 4 * item)
-            full_start = tl.load(items_ptr + 4 * item + 1)
-            full_stop = tl.load(items_ptr + 4 * item + 2)
-            stop = tl.load(items_ptr + 4 * item + 3)
-            for row in range(full_start, full_stop, BLOCK_M):
-                dk_first, dk_second, dv = _add_dkdv(
-                    dk_first, dk_second, dv, k_first, k_second, v,
-                    head_q, head_dout, head_delta, head_lse2, q_cos_ptr, q_sin_ptr,
-                    row, stop, 0, 0, scale, q_row, dout_row,
-                    HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, BLOCK_M, ROPE, PRECISION, False,
-                )  # fmt: skip
-            low = tl.load(limits_ptr + item * 2 * BLOCK_N + keys)
-            high = tl.load(limits_ptr + item * 2 * BLOCK_N + BLOCK_N + keys)
-            before = full_start - start
-            for edge in tl.range(0, before + stop - full_stop, BLOCK_M, num_stages=1):
-                row = tl.where(edge < before, start + edge, full_stop + edge - before)
-                dk_first, dk_second, dv = _add_dkdv(
-                    dk_first, dk_second, dv, k_first, k_second, v,
-                    head_q, head_dout, head_delta, head_lse2, q_cos_ptr, q_sin_ptr,
-                    row, stop, low, high, scale, q_row, dout_row,
-                    HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, BLOCK_M, ROPE, PRECISION, True,
-                )  # fmt: skip
+        start = tl.load(items_ptr + 4 * item)
+        full_start = tl.load(items_ptr + 4 * item + 1)
+        full_stop = tl.load(items_ptr + 4 * item + 2)
+        stop = tl.load(items_ptr + 4 * item + 3)
+        for row in range(full_start, full_stop, BLOCK_M):
+            dk_first, dk_second, dv = _add_dkdv(
+                dk_first, dk_second, dv, k_first, k_second, v,
+                head_q, head_dout, head_delta, head_lse2, q_cos_ptr, q_sin_ptr,
+                row, stop, 0, 0, scale, q_row, dout_row,
+                HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, BLOCK_M, ROPE, PRECISION, False,
+            )  # fmt: skip
+        low = tl.load(limits_ptr + item * 2 * BLOCK_N + keys)
+        high = tl.load(limits_ptr + item * 2 * BLOCK_N + BLOCK_N + keys)
+        before = full_start - start
+        for edge in tl.range(0, before + stop - full_stop, BLOCK_M, num_stages=1):
+            row = tl.where(edge < before, start + edge, full_stop + edge - before)
+            dk_first, dk_second, dv = _add_dkdv(
+                dk_first, dk_second, dv, k_first, k_second, v,
+                head_q, head_dout, head_delta, head_lse2, q_cos_ptr, q_sin_ptr,
+                row, stop, low, high, scale, q_row, dout_row,
+                HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, BLOCK_M, ROPE, PRECISION, True,
+            )  # fmt: skip
 
     add_unrotated(
         dk_ptr + first_key * dk_row + kv_head * dk_head, dk_row, k_cos_ptr, k_sin_ptr, keys, valid,

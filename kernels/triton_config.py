@@ -24,7 +24,8 @@ class Config(NamedTuple):
 
 
 INTERPRETER = Config(16, 16, 4, 1)
-PREPARE = Config(32, 32, 4, 1)  # of `prepare_kernel`, which takes no keys
+PREPARE = Config(32, 32, 4, 1)  # of the kernels that take no keys
+ANCHOR_BACKWARD = Config(16, 16, 4, 1)  # the one of them that holds four tiles
 
 # By kernel and padded head dimension (64 serves all smaller ones); the first is the default, which
 # the tests compile ahead of time and refuse when it spills registers at head dimensions to 128.

@@ -16,8 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
+from . import triton_config
 from .interface import SoftmaxState
-from .triton_config import CHUNK_ROWS, INTERPRETER, PREPARE, Config, block_columns
+from .triton_config import CHUNK_ROWS, Config, block_columns
 from .triton_ops import load_tile
 
 
@@ -70,7 +71,7 @@ def anchor_backward_(
     dv0: torch.Tensor,
 ) -> None:
     """As :func:`.merge.anchor_backward_`."""
-    config, num_heads = _config(q), q.shape[1]
+    config, num_heads = _config(q, triton_config.ANCHOR_BACKWARD), q.shape[1]
     chunks = triton.cdiv(stop - start, CHUNK_ROWS)
     partial = torch.empty((chunks, num_heads, 2, q.shape[2]), dtype=torch.float32, device=q.device)
     _launch(
@@ -236,8 +237,8 @@ def _merge(
     )  # fmt: skip
 
 
-def _config(like: torch.Tensor) -> Config:
-    return INTERPRETER if like.device.type == "cpu" else PREPARE
+def _config(like: torch.Tensor, config: Config = triton_config.PREPARE) -> Config:
+    return triton_config.INTERPRETER if like.device.type == "cpu" else config
 
 
 def _shape(q: torch.Tensor, k0: torch.Tensor) -> dict[str, int]:

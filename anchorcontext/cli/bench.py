@@ -8,6 +8,7 @@ import click
 
 from anchorcontext.cli.calibrate import calibrate
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.cli.kernels_aot import kernels_aot
 from anchorcontext.errors import UserError
 
 
@@ -240,6 +241,7 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 command.add_command(calibrate, "calibrate")
+command.add_command(kernels_aot, "kernels-aot")
 command.add_command(layouts, "layouts")
 command.add_command(modes, "modes")
 command.add_command(peers, "peers")
