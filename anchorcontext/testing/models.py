@@ -93,7 +93,8 @@ def stock_logits(model: PreTrainedModel, window: Window) -> torch.Tensor:
     model.set_attn_implementation("eager")
     documents = window.doc_ids.tolist()
     device, dtype = model.device, model.dtype
-    positions = dense_positions(documents, window.mode.name, window.anchor_copies)
+    copies = None if window.anchor_copies is None else window.anchor_copies.tolist()
+    positions = dense_positions(documents, window.mode.name, copies)
     seen = dense_mask(documents, window.mode.name).to(device)
     bias = torch.zeros(seen.shape, dtype=dtype, device=device)
     bias = bias.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
