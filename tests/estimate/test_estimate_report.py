@@ -255,7 +255,7 @@ def test_the_command(tmp_path):
     ],
 )
 def test_mistakes_are_named(arguments, message):
-    tokenizer = ["data.train_tokenizer=null", "data.tokenizer=unused"]
+    tokenizer = ["data.train_tokenizer=null", "data.tokenizer=unused", "data.path=nowhere"]
     result = plan(ROOT / "configs" / "demo.yaml", *tokenizer, *arguments)
     assert result.exit_code == 2
     assert message in result.output

@@ -30,7 +30,7 @@ LLAMA3_8B = {
 
 
 def demo(*overrides):
-    return load_config(DEMO, ["model.dtype=bf16", *overrides])
+    return load_config(DEMO, ["model.dtype=bf16", "parallel.hardware=h100", *overrides])
 
 
 def test_the_defaults_are_the_costs_of_an_8b_model_on_h100s_across_nodes():
