@@ -144,6 +144,14 @@ def _data(config: Config) -> Iterator[Problem]:
                 f"a source of kind {source.kind!r} is a file or a folder",
                 "set its path",
             )
+        if source.tokens_field is not None and data.train_tokenizer is not None:
+            yield Problem(
+                f"data.sources.{index}.tokens_field",
+                source.tokens_field,
+                "rows that are tokenised already have no text to train a tokenizer on",
+                "set data.tokenizer to the tokenizer that made them, and data.train_tokenizer to "
+                "null",
+            )
     if data.anchor == "none" and config.attention.mode == "anchor":
         yield Problem(
             "data.anchor",

@@ -2,14 +2,19 @@
 
 ::
 
-    sources.py, stdlib.py   corpora -> documents, or named problems
-    tokenizer.py            documents -> token ids; training a tokenizer; the anchor token
+    sources/                corpora -> documents, or named problems
+    tokenizer.py            training and loading tokenizers; the anchor token
+    encode.py               documents -> token ids, in worker processes
+    tokens.py, tokenise.py  token ids in parts on disk; continuing after a kill
+    mixture.py              which documents are kept, and which are held out
     packing.py              document lengths -> which tokens make which window
-    store.py                windows <-> a folder of memory-mapped files
-    pipeline.py, report.py  all of the above, with an account of every token
+    assemble.py             segments -> windows
+    store.py, builder.py    windows <-> a folder of memory-mapped files
+    pipeline.py             all of the above; account.py, report.py count every token
     loader.py, prefetch.py  windows -> the micro-batches of one data-parallel rank
 """
 
+from .builder import build_folder
 from .loader import Loader, epoch_order
 from .packing import Packing, pack
 from .pipeline import prepare
@@ -24,6 +29,7 @@ __all__ = [
     "PrepareReport",
     "WindowDataset",
     "WindowRecord",
+    "build_folder",
     "check_vocabulary",
     "epoch_order",
     "load_tokenizer",

@@ -10,7 +10,16 @@ from .store import WindowDataset
 from .tokenizer import load_tokenizer
 
 # What decides the windows apart from the corpus, which may be gone when the model is trained.
-OPTIONS = ("window_tokens", "anchor", "add_eos", "min_document_tokens", "max_windows")
+OPTIONS = (
+    "window_tokens",
+    "anchor",
+    "add_eos",
+    "min_document_tokens",
+    "max_windows",
+    "shares",
+    "shuffle_documents",
+    "validation_fraction",
+)
 
 
 def check_prepared(dataset: WindowDataset, config: Config) -> None:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .store import TRAIN
+
 
 @dataclass(frozen=True)
 class SourceReport:
@@ -25,10 +27,30 @@ class DropReport:
 
 
 @dataclass(frozen=True)
+class ValidationReport:
+    """The held-out documents: their number, their windows, and their tokens in these."""
+
+    documents: int
+    windows: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class LengthBin:
+    """Documents of ``at_least`` tokens, and of less than the next bin's, and their tokens."""
+
+    at_least: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class PrepareReport:
     """The account of a prepared folder; ``tokens_in`` = ``tokens_kept`` + the dropped tokens.
 
-    Tokens are the documents' own, EOS included; anchors are not counted among them.
+    Tokens are the documents' own, EOS included; anchors are not counted among them. ``windows``,
+    ``utilisation``, ``documents_cut`` and ``fingerprint`` are of the windows for training,
+    ``tokens_kept`` counts those for validation too.
     """
 
     path: str
@@ -48,7 +70,9 @@ class PrepareReport:
     problems: dict[str, int]
     problem_examples: list[str]
     sources: dict[str, SourceReport]
+    validation: ValidationReport | None
     document_tokens: dict[str, int]
+    length_histogram: list[LengthBin]
     seconds: dict[str, float]
 
     @classmethod
@@ -57,14 +81,18 @@ class PrepareReport:
         report = dict(meta["report"])
         report["dropped"] = {k: DropReport(**v) for k, v in report["dropped"].items()}
         report["sources"] = {k: SourceReport(**v) for k, v in report["sources"].items()}
+        report["length_histogram"] = [LengthBin(**entry) for entry in report["length_histogram"]]
+        if report["validation"] is not None:
+            report["validation"] = ValidationReport(**report["validation"])
+        train = meta["splits"][TRAIN]
         return cls(
             path=str(path),
             reused=True,
-            fingerprint=meta["fingerprint"],
+            fingerprint=train["fingerprint"],
             vocab_size=meta["vocab_size"],
             anchor_id=meta["anchor_id"],
             window_tokens=meta["window_tokens"],
-            windows=meta["num_windows"],
+            windows=train["num_windows"],
             documents=meta["num_documents"],
             **report,
         )

@@ -1,18 +1,11 @@
-"""Tokenizers: train a byte-level BPE, load any Hugging Face tokenizer, encode documents.
-
-Documents are encoded without special tokens, whatever the tokenizer adds by itself: the one
-leading token of a window is the anchor, which packing puts there. Names of special tokens that
-occur in a text become those tokens, as everywhere in transformers.
-"""
+"""Tokenizers: train a byte-level BPE, load any Hugging Face tokenizer, choose the anchor."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from ..errors import UserError
 
@@ -130,54 +123,6 @@ def resolve_anchor(tokenizer: PreTrainedTokenizerBase, anchor: str | int) -> int
             "token's id, or to none"
         )
     return int(found[0])
-
-
-class Encoder:
-    """Documents to token ids.
-
-    A document that starts with the anchor, because its text was rendered with BOS, loses that
-    token: the anchor stands once, in front of the window. ``num_rendered_anchors`` counts them.
-    ``add_eos`` ends every document with EOS, unless it ends with it already; ``num_eos_added``
-    counts those.
-
-    Raises:
-        UserError: ``add_eos`` with a tokenizer that has no EOS.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, anchor_id: int | None, add_eos: bool
-    ) -> None:
-        eos = tokenizer.eos_token_id
-        if add_eos and eos is None:
-            raise UserError("data.add_eos: the tokenizer has no EOS token; set data.add_eos=false")
-        self._eos = int(eos) if add_eos and eos is not None else None
-        self._anchor_id = anchor_id
-        self._tokenizer = tokenizer
-        self._backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        if self._backend is not None:
-            self._backend.no_truncation()
-            self._backend.no_padding()
-        self.num_rendered_anchors = 0
-        self.num_eos_added = 0
-
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The token ids of each text, int32 (n,); the same whatever the number of threads."""
-        return [self._finish(ids) for ids in self._ids(texts)]
-
-    def _ids(self, texts: Sequence[str]) -> Iterable[list[int]]:
-        if self._backend is None:
-            return (self._tokenizer.encode(text, add_special_tokens=False) for text in texts)
-        encodings = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        return (encoding.ids for encoding in encodings)
-
-    def _finish(self, ids: list[int]) -> np.ndarray:
-        if ids and ids[0] == self._anchor_id:
-            ids = ids[1:]
-            self.num_rendered_anchors += 1
-        if self._eos is not None and ids and ids[-1] != self._eos:
-            ids = [*ids, self._eos]
-            self.num_eos_added += 1
-        return np.array(ids, dtype=np.int32)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:

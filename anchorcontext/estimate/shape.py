@@ -41,9 +41,9 @@ def configured_sizes(config: Config, vocab_size: int | None = None) -> ModelSize
 
 def _vocabulary(config: Config) -> int | None:
     """Entries of the tokenizer that a model from scratch will get; None where nobody knows yet."""
-    from ..data.store import read_meta
+    from ..data.store import known_meta
 
     if config.data.train_tokenizer is not None:
         return config.data.train_tokenizer.vocab_size
-    meta = read_meta(Path(config.data.path).expanduser())
+    meta = known_meta(Path(config.data.path).expanduser())
     return None if meta is None else int(meta["vocab_size"])

@@ -21,9 +21,9 @@ STDLIB_BYTES_PER_TOKEN = 3.87
 
 def default_mix(config: Config) -> str:
     """``prepared`` where the windows lie ready, ``stdlib`` where that is the only source."""
-    from ..data.store import read_meta
+    from ..data.store import known_meta
 
-    meta = read_meta(Path(config.data.path).expanduser())
+    meta = known_meta(Path(config.data.path).expanduser())
     if meta is not None and meta["window_tokens"] == config.data.window_tokens:
         return "prepared"
     kinds = {source.kind for source in config.data.sources}
@@ -69,7 +69,7 @@ def _prepared(config: Config, count: int) -> list[Window]:
 
 
 def _stdlib_lengths(window_tokens: int, seed: int) -> np.ndarray:
-    from ..data.stdlib import StandardLibrary
+    from ..data.sources import StandardLibrary
 
     files = [path for path in StandardLibrary("stdlib").files() if "pydoc_data" not in path.parts]
     sizes = np.array([path.stat().st_size for path in files], dtype=np.int64)

@@ -7,7 +7,7 @@ import pytest
 from click.testing import CliRunner
 
 from anchorcontext.cli import group
-from anchorcontext.data.store import WindowRecord, build_folder
+from anchorcontext.data import WindowRecord, build_folder
 
 CONFIG = """
 model:

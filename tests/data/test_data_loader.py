@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from anchorcontext.data import WindowDataset, WindowRecord, build_folder
 from anchorcontext.data.loader import Loader, epoch_order
-from anchorcontext.data.store import WindowDataset, WindowRecord, build_folder
 from anchorcontext.errors import UserError
 
 NUM_WINDOWS = 8

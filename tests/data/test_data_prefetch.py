@@ -8,9 +8,9 @@ import traceback
 import numpy as np
 import pytest
 
+from anchorcontext.data import WindowDataset, WindowRecord, build_folder
 from anchorcontext.data.loader import Loader
 from anchorcontext.data.prefetch import Prefetch
-from anchorcontext.data.store import WindowDataset, WindowRecord, build_folder
 
 NUM_WINDOWS = 7
 WAIT = 10.0

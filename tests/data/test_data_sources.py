@@ -3,30 +3,25 @@
 import gzip
 import json
 import os
-from types import SimpleNamespace
 
 import pytest
 
+from anchorcontext.config.sections import SourceSection
 from anchorcontext.data.sources import (
     Document,
     ProblemLog,
+    StandardLibrary,
     list_files,
     open_source,
     open_sources,
     read_documents,
 )
-from anchorcontext.data.stdlib import StandardLibrary
 from anchorcontext.errors import UserError
 
 
-def entry(path=None, kind="auto", name="corpus", text_field="text", pattern=None):
-    return SimpleNamespace(
-        path=None if path is None else str(path),
-        kind=kind,
-        name=name,
-        text_field=text_field,
-        pattern=pattern,
-    )
+def entry(path=None, kind="auto", name="corpus", **options):
+    section = SourceSection(name=name, path=None if path is None else str(path), **options)
+    return section.model_copy(update={"kind": kind})
 
 
 def read(source, on_error="stop"):
@@ -148,8 +143,8 @@ def test_a_truncated_gzip_keeps_what_was_read_and_names_the_line(tmp_path):
         ({"path": "nowhere"}, "no such file"),
         ({}, "path is not set"),
         ({"path": ".", "pattern": "*.none"}, "no file matches pattern '*.none'"),
-        ({"path": ".", "kind": "parquet"}, "must be one of"),
-        ({"path": "."}, "1 JSONL files and 1 others"),
+        ({"path": ".", "kind": "csv"}, "must be one of"),
+        ({"path": "."}, "1 of kind jsonl and 1 of kind text"),
     ],
 )
 def test_sources_that_cannot_be_read_are_refused(tmp_path, monkeypatch, settings, message):
@@ -167,8 +162,8 @@ def test_two_sources_of_one_name_are_refused(tmp_path):
 
 
 def test_standard_library_is_code_and_prose_without_tests():
-    items = list(StandardLibrary("py").read())
-    assert all(isinstance(item, Document) for item in items)
+    items, log = read(StandardLibrary("py"))
+    assert log.problems == []
     names = {
         source: [i.name for i in items if i.source == source] for source in ("py/code", "py/prose")
     }
@@ -182,7 +177,7 @@ def test_standard_library_is_code_and_prose_without_tests():
 
 def test_standard_library_pattern_selects_documents():
     def names(pattern):
-        return [item.name for item in StandardLibrary("", pattern).read()]
+        return [item.name for item in read(StandardLibrary("", pattern))[0]]
 
     assert "json/encoder.py" in names("json/*")
     assert names("topics/lambda") == ["topics/lambda"]

@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from anchorcontext.data.store import WindowDataset, WindowRecord, build_folder
+from anchorcontext.data import WindowDataset, WindowRecord, build_folder
 from anchorcontext.errors import UserError
 
 
@@ -109,6 +109,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 def test_another_format_version_is_refused(tmp_path):
     write(tmp_path / "d")
     meta = tmp_path / "d" / "meta.json"
-    meta.write_text(meta.read_text().replace('"version": 1', '"version": 99'))
-    with pytest.raises(UserError, match="format version 99, this anchorcontext reads 1"):
+    meta.write_text(meta.read_text().replace('"version": 2', '"version": 1'))
+    with pytest.raises(
+        UserError, match="format version 1, this anchorcontext reads 2: prepare again"
+    ):
         WindowDataset(tmp_path / "d")

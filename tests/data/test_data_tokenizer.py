@@ -7,8 +7,8 @@ import sys
 import numpy as np
 import pytest
 
+from anchorcontext.data.encode import Encoder
 from anchorcontext.data.tokenizer import (
-    Encoder,
     check_vocabulary,
     load_tokenizer,
     resolve_anchor,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from anchorcontext.config import parse_config, save_config
-from anchorcontext.data.store import WindowRecord, build_folder
+from anchorcontext.data import WindowRecord, build_folder
 
 VOCAB, WINDOW = 128, 64
 DOCUMENTS = ((7, 13, 5, 23, 15), (1, 30, 9, 20, 3), (40, 11, 12), (2, 2, 2, 57))

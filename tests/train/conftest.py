@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from anchorcontext.config import parse_config
-from anchorcontext.data.store import WindowRecord, build_folder
+from anchorcontext.data import WindowRecord, build_folder
 
 VOCAB = 128
 

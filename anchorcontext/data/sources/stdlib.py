@@ -18,16 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from .sources import (
-    Document,
-    Problem,
-    digest_files,
-    list_files,
-    make_document,
-    matches,
-    read_text_file,
-)
+from ...errors import UserError
+from .documents import Chunk, Item, Position, make_document
+from .files import digest_files, list_files, matches, total_bytes
+from .text import TextFiles
 
 LEFT_OUT = frozenset(
     ("test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "__pycache__")
@@ -56,26 +50,36 @@ class StandardLibrary:
             )
         return root
 
-    def _code(self) -> list[Path]:
-        return list_files(self.root, "*.py", without=LEFT_OUT)
+    @cached_property
+    def _code(self) -> TextFiles:
+        paths = [
+            path
+            for path in list_files(self.root, "*.py", without=LEFT_OUT)
+            if self._selected(path.relative_to(self.root).as_posix())
+        ]
+        return TextFiles(f"{self._prefix}code", self.root, paths, skip_empty=True)
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.name}/" if self.name else ""
+
+    @property
+    def num_bytes(self) -> int | None:
+        return total_bytes(self.files())
 
     def files(self) -> list[Path]:
-        return [*self._code(), *self.root.glob("pydoc_data/topics.py")]
+        """Every file the documents are read from."""
+        return [*self._code.paths, *self.root.glob("pydoc_data/topics.py")]
 
     def digest(self) -> dict[str, Any]:
         return digest_files(self.root, self.files())
 
-    def read(self) -> Iterator[Document | Problem]:
-        prefix = f"{self.name}/" if self.name else ""
-        for path in self._code():
-            inside = path.relative_to(self.root).as_posix()
-            if self._selected(inside):
-                item = read_text_file(path, f"{prefix}code", inside)
-                if isinstance(item, Document) or item.kind != "empty document":
-                    yield item
-        for topic, text in self._topics():
-            if self._selected(f"topics/{topic}"):
-                yield make_document(f"{prefix}prose", f"topics/{topic}", text, f"topics/{topic}")
+    def chunks(self, start: Position, chunk_bytes: int) -> Iterator[Chunk]:
+        num_files = len(self._code.paths)
+        if not start or start[0] < num_files:
+            yield from self._code.chunks(start, chunk_bytes)
+        if not start or start[0] <= num_files:
+            yield TopicsChunk(f"{self._prefix}prose", tuple(self._topics()), (num_files + 1,))
 
     def _topics(self) -> list[tuple[str, str]]:
         try:
@@ -83,7 +87,24 @@ class StandardLibrary:
         except ImportError:
             logger.warning("this Python has no pydoc_data.topics: the corpus has no prose")
             return []
-        return sorted(topics.items())
+        return sorted((k, v) for k, v in topics.items() if self._selected(f"topics/{k}"))
 
     def _selected(self, name: str) -> bool:
         return self.pattern is None or matches(name, self.pattern)
+
+
+@dataclass(frozen=True)
+class TopicsChunk:
+    """All help topics, as (topic, text)."""
+
+    source: str
+    topics: tuple[tuple[str, str], ...]
+    after: Position
+
+    @property
+    def size(self) -> int:
+        return sum(len(text) for _, text in self.topics)
+
+    def items(self) -> Iterator[Item]:
+        for topic, text in self.topics:
+            yield make_document(self.source, f"topics/{topic}", text, f"topics/{topic}")
