@@ -8,6 +8,7 @@ import click
 
 from anchorcontext.cli.calibrate import calibrate
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.cli.engines import kernels, numerics
 from anchorcontext.cli.kernels_aot import kernels_aot
 from anchorcontext.errors import UserError
 
@@ -147,8 +148,15 @@ def modes(
     show_default=True,
     help="ring-flash-attn's zigzag functions are right in bf16 alone.",
 )
-@click.option("--sp", default=4, metavar="P", show_default=True, help="Ranks, of one thread each.")
-@click.option("--repeats", default=3, metavar="N", show_default=True)
+@click.option(
+    "--sp",
+    type=click.IntRange(min=2),
+    default=4,
+    metavar="P",
+    show_default=True,
+    help="Ranks, of one thread each.",
+)
+@click.option("--repeats", type=click.IntRange(min=1), default=3, metavar="N", show_default=True)
 @click.option("--seed", default=0, metavar="N", show_default=True, help="Which window of the mix.")
 @click.option(
     "--setting",
@@ -241,7 +249,9 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 command.add_command(calibrate, "calibrate")
+command.add_command(kernels, "kernels")
 command.add_command(kernels_aot, "kernels-aot")
 command.add_command(layouts, "layouts")
 command.add_command(modes, "modes")
+command.add_command(numerics, "numerics")
 command.add_command(peers, "peers")
