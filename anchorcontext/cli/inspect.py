@@ -187,7 +187,7 @@ def _show(inspection: Inspection, show_all: bool) -> None:
         f"{plan.local_length:,} rows; the busiest has {inspection.balance:.3f} x the mean work"
     )
     if plan.choice is not None:
-        echo(f"exchange auto, a layer's step on the busiest rank: {plan.choice.reason}")
+        echo(f"exchange auto, a layer's step: {plan.choice.reason}")
     _show_ranks(inspection)
     if plan.sp_size > 1:
         share = inspection.rows_moved / inspection.rows_unpruned

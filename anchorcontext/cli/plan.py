@@ -105,7 +105,7 @@ def _show_world(world: WorldEstimate, device_bytes: float) -> None:
     echo_table([(what, *values) for what, values in rows], ("busiest rank", *names))
     for mode in modes:
         if mode.choice is not None:
-            echo(f"{mode.mode}, exchange auto, a layer's step on the busiest rank: {mode.choice}")
+            echo(f"{mode.mode}, exchange auto, a layer's step: {mode.choice}")
     traffic = world.state_traffic
     echo(
         f"every rank sends {traffic.gradient_bytes / GB:,.4g} GB of gradients and "

@@ -84,7 +84,7 @@ def choose_exchange(
         close = CLOSE * min(candidate.seconds for candidate in fitting)
         near = [candidate for candidate in fitting if candidate.seconds <= close]
         best = min(near, key=lambda c: (c.exchange == "ulysses", c.buffer_bytes))
-        why = "fastest" if len(near) == 1 else "no slower than another, smaller buffers"
+        why = "fastest" if len(near) == 1 else "as fast as any, in the smallest buffers"
         if len(fitting) < len(candidates):
             why += f" that fits into {_size(cost.exchange_memory)}"
     else:
@@ -95,8 +95,7 @@ def choose_exchange(
     choice = Choice(best.exchange, f"{best.exchange}: {why}; {'; '.join(told)}", tuple(candidates))
     if choice.exchange not in _told:
         _told.add(choice.exchange)
-        _logger.info("exchange auto, a layer's step on the busiest of %d ranks: %s", sp_size,
-                     choice.reason)  # fmt: skip
+        _logger.info("exchange auto over %d ranks, a layer's step: %s", sp_size, choice.reason)
     return choice
 
 
