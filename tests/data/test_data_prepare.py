@@ -11,6 +11,8 @@ from functools import partial
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from anchorcontext.cli import group
 from anchorcontext.config import parse_config, save_config
@@ -115,6 +117,122 @@ def test_kept_and_dropped_are_what_went_in(config):
     assert tokens_in == tokens_out == sum(part.tokens for part in report.sources.values())
     assert report.tokens_kept == sum(part.kept for part in report.sources.values())
     assert report.eos_added == 0
+
+
+def held_out_names(path):
+    validation = WindowDataset(path, "validation")
+    rows = {int(row) for record in validation for row in record.documents if row >= 0}
+    return {validation.document(row).name for row in rows}
+
+
+def test_held_out_documents_are_in_validation_windows_alone_whatever_the_order(config, corpus):
+    report = prepare(config(validation_fraction=0.3))
+    train, validation = WindowDataset(report.path), WindowDataset(report.path, "validation")
+    assert report.validation.windows == len(validation) and report.windows == len(train)
+    rows = [
+        {int(row) for record in split for row in record.documents if row >= 0}
+        for split in (train, validation)
+    ]
+    assert not rows[0] & rows[1] and rows[0] | rows[1] == set(range(45))
+    assert len(rows[1]) == report.validation.documents
+    assert in_and_out(report)[0] == in_and_out(report)[1]
+    assert report.validation.tokens == sum(
+        len(record.input_ids) - 1 for record in WindowDataset(report.path, "validation")
+    )
+    names = held_out_names(report.path)
+    (corpus / "backwards.jsonl").write_text(
+        "".join(reversed((corpus / "rows.jsonl").read_text().splitlines(keepends=True)))
+    )
+    backwards = {
+        f"rows.jsonl:{41 - int(name.rsplit(':')[1])}"
+        for name in held_out_names(
+            prepare(
+                config(
+                    path=report.path + "2",
+                    sources=[{"path": str(corpus / "backwards.jsonl")}],
+                    validation_fraction=0.3,
+                    shuffle_documents=True,
+                )
+            ).path
+        )
+    }
+    assert backwards == {name for name in names if name.startswith("rows.jsonl")}
+
+
+def test_a_folder_without_held_out_documents_says_so(config):
+    with pytest.raises(UserError, match=r"has no split 'validation'.*validation_fraction"):
+        WindowDataset(prepare(config()).path, "validation")
+    with pytest.raises(UserError, match="holds out none of 45 documents"):
+        prepare(config(validation_fraction=1e-9, window_tokens=32), force=True)
+
+
+def test_shares_are_of_kept_tokens_and_the_rest_is_counted(config):
+    report = prepare(config(shares={"prose": 1, "code": 1}, shuffle_documents=True))
+    kept = [part.kept for part in report.sources.values()]
+    assert abs(kept[0] - kept[1]) <= 150 and report.dropped["shares"].tokens > 0
+    assert in_and_out(report)[0] == in_and_out(report)[1]
+    first = WindowDataset(report.path)[0]
+    sources = {WindowDataset(report.path).document(int(row)).source for row in first.documents[1:]}
+    assert sources == {"prose", "code"}
+
+
+LINES = st.sampled_from(
+    [
+        '{"text": "some words"}',
+        '{"text": "%s"}' % ("long " * 60),
+        '{"text": "<|bos|>x"}',
+        "broken",
+        '{"text": ""}',
+        '{"text": "a\\u0000"}',
+        '{"txt": 1}',
+        "",
+        "[1]",
+    ]
+)
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    lines=st.lists(LINES, min_size=1, max_size=25),
+    options=st.fixed_dictionaries(
+        {
+            "anchor": st.sampled_from(["auto", "none"]),
+            "add_eos": st.booleans(),
+            "min_document_tokens": st.integers(1, 9),
+            "max_windows": st.none() | st.integers(1, 3),
+            "validation_fraction": st.sampled_from([0.0, 0.4]),
+            "shuffle_documents": st.booleans(),
+            "max_document_characters": st.sampled_from([100, 1000]),
+        }
+    ),
+)
+def test_every_entry_and_every_token_is_kept_or_counted(config, tmp_path, lines, options):
+    (tmp_path / "rows.jsonl").write_text("\n".join(["{}", *lines]))
+    made = config(
+        sources=[{"path": str(tmp_path / "rows.jsonl")}],
+        on_error="skip",
+        window_tokens=16,
+        **options,
+    )
+    try:
+        report = prepare(made, force=True)
+    except UserError as error:
+        assert any(rule in str(error) for rule in ("no document", "no window", "holds out none"))
+        return
+    assert in_and_out(report)[0] == in_and_out(report)[1]
+    assert report.documents + sum(report.problems.values()) == 1 + sum(map(bool, lines))
+    assert len((tmp_path / "out" / "problems.jsonl").read_text().splitlines()) == sum(
+        report.problems.values()
+    )
+    splits = ["train", *(["validation"] if report.validation else [])]
+    records = [record for split in splits for record in WindowDataset(report.path, split)]
+    anchors = len(records) * (options["anchor"] == "auto")
+    assert sum(len(record.input_ids) for record in records) - anchors == report.tokens_kept
+    assert sum(entry.tokens for entry in report.length_histogram) == sum(
+        part.tokens for part in report.sources.values()
+    )
 
 
 def test_rendered_anchors_are_dropped_and_counted(config, tmp_path, tokenizer_folder):

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 
+import pyarrow as pa
 import pytest
 
 from anchorcontext.config.sections import SourceSection
@@ -67,11 +68,17 @@ def test_linked_folders_are_read_once_even_in_a_circle(tmp_path):
     assert list_files(tmp_path / "root") == [tmp_path / "root" / "one" / "a.txt"]
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def packed(data, name):
+    if name.endswith(".zst"):
+        return pa.compress(data, codec="zstd", asbytes=True)
+    return gzip.compress(data) if name.endswith(".gz") else data
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz", ".jsonl.zst"])
 def test_jsonl_documents_are_named_by_file_and_line(tmp_path, suffix):
     text = '{"body": "one\\nline"}\n\n{"body": "two", "id": 3}'
     file = tmp_path / f"rows{suffix}"
-    file.write_bytes(gzip.compress(text.encode()) if suffix.endswith("gz") else text.encode())
+    file.write_bytes(packed(text.encode(), file.name))
     documents, _ = read(open_source(entry(file, text_field="body")))
     assert documents == [
         Document("corpus", f"rows{suffix}:1", "one\nline"),
@@ -127,14 +134,52 @@ def test_broken_text_files_are_named(tmp_path):
     ]
 
 
-def test_a_truncated_gzip_keeps_what_was_read_and_names_the_line(tmp_path):
-    rows = "".join(json.dumps({"text": f"{i} {os.urandom(64).hex()}"}) + "\n" for i in range(2000))
-    file = tmp_path / "rows.jsonl.gz"
-    file.write_bytes(gzip.compress(rows.encode())[:60_000])
+@pytest.mark.parametrize("suffix", [".jsonl.gz", ".jsonl.zst"])
+def test_a_truncated_file_keeps_what_was_read_and_names_the_line(tmp_path, suffix):
+    rows = "".join(json.dumps({"text": f"{i} {os.urandom(64).hex()}"}) + "\n" for i in range(5000))
+    file = tmp_path / f"rows{suffix}"
+    whole = packed(rows.encode(), file.name)
+    file.write_bytes(whole[: len(whole) * 4 // 5])
     documents, log = read(open_source(entry(file)), "skip")
-    assert 0 < len(documents) < 2000
+    assert 0 < len(documents) < 5000
     assert [problem.kind for problem in log.problems] == ["unreadable file"]
     assert log.problems[0].location == f"{file}:{len(documents) + 1}"
+
+
+def test_several_packed_frames_are_one_file(tmp_path):
+    lines = [json.dumps({"text": str(i)}).encode() + b"\n" for i in range(4)]
+    for suffix in (".gz", ".zst"):
+        file = tmp_path / f"rows.jsonl{suffix}"
+        file.write_bytes(b"".join(packed(line, file.name) for line in lines))
+        documents, _ = read(open_source(entry(file)))
+        assert [document.text for document in documents] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.zst"])
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 20])
+def test_chunks_are_cut_at_lines_and_go_on_where_one_ends(tmp_path, suffix, chunk_bytes):
+    lines = ['{"text": "%s"}' % ("x" * (7 * i % 90)) for i in range(1, 40)]
+    for name, part in (("a", lines[:25]), ("b", lines[25:])):
+        data = "\n".join(part) + ("\n" if name == "a" else "")
+        (tmp_path / (name + suffix)).write_bytes(packed(data.encode(), name + suffix))
+    source = open_source(entry(tmp_path))
+    chunks = list(source.chunks((), chunk_bytes))
+    whole = [item for chunk in chunks for item in chunk.items()]
+    assert [item.name for item in whole] == [
+        *(f"a{suffix}:{i}" for i in range(1, 26)),
+        *(f"b{suffix}:{i}" for i in range(1, 15)),
+    ]
+    for number in range(len(chunks)):
+        rest = source.chunks(chunks[number].after, chunk_bytes)
+        assert [chunk.data for chunk in rest] == [chunk.data for chunk in chunks[number + 1 :]]
+
+
+def test_a_line_of_50_mb_is_one_document_in_one_pass(tmp_path):
+    text = "word " * 10_000_000
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n{"text": "%s"}\n{"text": "b"}\n' % text)  # noqa: UP031
+    documents, log = read(open_source(entry(tmp_path / "rows.jsonl")))
+    assert [len(document.text) for document in documents] == [1, len(text), 1]
+    assert log.problems == []
 
 
 @pytest.mark.parametrize(
