@@ -25,7 +25,7 @@ def test_the_command_writes_its_section_and_json(tmp_path, monkeypatch):
     assert all(row["over_bound"] > 0.999999 and row["balance"] >= 1 for row in found)
     text = page.read_text()
     assert "kept" in text and "<!-- begin layouts -->" in text
-    assert text.count("| tiny (") == 4 * 2
+    assert text.count("| tiny (") == 5 * 2
 
 
 def test_a_section_is_replaced_in_its_place(tmp_path):

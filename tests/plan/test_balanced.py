@@ -17,7 +17,8 @@ from anchorcontext.plan.balanced import balanced
 from anchorcontext.plan.cost import CostModel
 from anchorcontext.plan.mixes import mix_lengths
 from anchorcontext.plan.runs import split_runs
-from anchorcontext.plan.traffic import least_seconds, piece_loads
+from anchorcontext.plan.trades import trade_tokens
+from anchorcontext.plan.traffic import least_seconds, piece_loads, rank_loads
 from anchorcontext.window import Window
 
 INFINIBAND, NVLINK = LINKS
@@ -30,33 +31,30 @@ def window_of(lengths, mode="intra_doc", segment_docs=None):
 
 @pytest.mark.parametrize("sp_size", SP_SIZES)
 @pytest.mark.parametrize("mix", MIXES)
-def test_near_the_lower_bound_and_better_than_every_other_layout(mix, sp_size):
-    over = {name: measure_layout(name, mix, sp_size, INFINIBAND).over_bound for name in LAYOUTS}
-    assert min(over.values()) > 0.999999, "nothing beats a lower bound"
-    mine = over.pop("balanced")
-    assert mine <= (1.03 if sp_size <= 16 else 1.06)
-    assert mine < min(over.values())
+@pytest.mark.parametrize("link", LINKS)
+def test_near_the_lower_bound_and_better_than_every_other_layout(link, mix, sp_size):
+    for seed in range(10):
+        over = {name: measure_layout(name, mix, sp_size, link, seed).over_bound for name in LAYOUTS}
+        assert min(over.values()) > 1 - 1e-12, "nothing beats a lower bound"
+        mine = over.pop("balanced")
+        assert mine <= (1.03 if sp_size <= 16 else 1.06), seed
+        at_the_bound = mine < 1 + 1e-12
+        assert mine < min(over.values()) or at_the_bound, seed
 
 
-@pytest.mark.parametrize("sp_size", SP_SIZES)
-@pytest.mark.parametrize("mix", MIXES)
-def test_near_the_lower_bound_on_a_fast_link(mix, sp_size):
-    assert measure_layout("balanced", mix, sp_size, NVLINK).over_bound <= (
-        1.03 if sp_size <= 16 else 1.06
-    )
-
-
-def test_the_time_it_takes():
-    """About 10 ms on a free core, 30 with the rest of the plan; the bound is for a busy machine."""
+@pytest.mark.parametrize("link", LINKS)
+def test_the_time_it_takes(link):
+    """Below 30 ms on a free core, steps included; the limit here is for a busy machine."""
     window = window_of(np.r_[1, mix_lengths("slimpajama", 131071)], "anchor")
+    cost = CostModel(bytes_per_second=LINKS[link])
 
     def seconds():
         began = time.process_time()
-        plan = BatchPlan([window], 64, "balanced", "gather")
+        plan = BatchPlan([window], 64, "balanced", "gather", cost=cost)
         assert plan.rank(5).num_rows == 2048
         return time.process_time() - began
 
-    assert min(seconds() for _ in range(3)) < 0.3
+    assert min(seconds() for _ in range(3)) < 0.15
 
 
 lengths = st.lists(st.one_of(st.integers(1, 12), st.integers(1, 400)), min_size=1, max_size=30)
@@ -119,16 +117,16 @@ def test_the_loads_are_those_of_the_plan(layout):
     docs = [0, 1, 2, 1, 3, 2, 1, 4]
     window = window_of([30, 50, 41, 33, 60, 22, 70, 5], segment_docs=docs)
     plan = BatchPlan([window], 4, layout, "gather")
-    pairs, rows, peers = piece_loads(plan.pieces, 4)
+    loads = piece_loads(plan.pieces, 4)
     for rank in range(4):
         mine = plan.rank(rank)
         incoming = [step.incoming for step in mine.steps]
-        assert mine.num_pairs == pairs[rank]
-        received = sum(transfer.rows_received for transfer in incoming)
-        assert rows[rank] == max(received, mine.forward_rows_sent)
+        assert mine.num_pairs == loads.pairs[rank]
+        assert loads.received[rank] == sum(transfer.rows_received for transfer in incoming)
+        assert loads.sent[rank] == mine.forward_rows_sent
         sends = sum(len(transfer.sends) for transfer in incoming)
         receives = sum(len(transfer.receives) for transfer in incoming)
-        assert peers[rank] == max(sends, receives)
+        assert loads.peers[rank] == max(sends, receives)
 
 
 def test_the_least_rows_of_a_document_are_those_of_consecutive_chunks():
@@ -142,11 +140,95 @@ def test_the_least_rows_of_a_document_are_those_of_consecutive_chunks():
         hideable=0,
     )
     plan = BatchPlan([window_of([64])], 4, "contiguous", cost=cost)
-    _, rows, _ = piece_loads(plan.pieces, 4)
+    rows = piece_loads(plan.pieces, 4).rows
     received = [plan.need[rank] @ plan.pieces.size for rank in range(4)]
     assert received == [0, 16, 32, 48]
     assert least_seconds(np.array([64]), 16, 4, cost) == max(rows) == 48
     assert least_seconds(np.array([16] * 4), 16, 4, cost) == 0
+
+
+def even_layouts(num_tokens, sp_size):
+    """The rank of every token in every layout of equal ranks, but for the ranks' names."""
+
+    def extend(ranks, room):
+        if len(ranks) == num_tokens:
+            yield ranks
+            return
+        for rank in range(min(max(ranks, default=-1) + 2, sp_size)):
+            if room[rank]:
+                left = (*room[:rank], room[rank] - 1, *room[rank + 1 :])
+                yield from extend((*ranks, rank), left)
+
+    return extend((), (num_tokens // sp_size,) * sp_size)
+
+
+@pytest.mark.parametrize("sp_size", [2, 4])
+@pytest.mark.parametrize("sizes", [[8], [7, 1], [5, 3], [6, 2], [4, 4], [5, 2, 1]])
+def test_no_layout_at_all_beats_the_lower_bound(sizes, sp_size):
+    """Every one of them is tried; where every document fits on a rank the bound is the mean."""
+    costs = [
+        CostModel(
+            flops_per_token=0,
+            flops_per_pair=pair,
+            bytes_per_row=row,
+            flops_per_second=1,
+            bytes_per_second=1,
+            seconds_per_message=0.1,
+            hideable=hideable,
+        )
+        for pair, row, hideable in [(1, 0, 0.5), (1, 1, 0), (1, 3, 0.5), (1, 9, 0.9), (0, 1, 0.9)]
+    ]
+    document = np.repeat(np.arange(len(sizes)), sizes)
+    start = np.concatenate([np.arange(size) for size in sizes])
+    least = np.full(len(costs), np.inf)
+    for ranks in even_layouts(8, sp_size):
+        loads = rank_loads(np.stack([document, start, start + 1, np.array(ranks)]), sp_size)
+        seconds = [loads.seconds(8 // sp_size, cost).max() for cost in costs]
+        least = np.minimum(least, seconds)
+    bounds = [least_seconds(np.array(sizes), 8 // sp_size, sp_size, cost) for cost in costs]
+    assert (np.array(bounds) <= least + 1e-12).all()
+    if max(sizes) <= 8 // sp_size:
+        assert bounds == [sum(n * (n + 1) / 2 for n in sizes) / sp_size] * 4 + [0]
+
+
+def test_work_alone_makes_a_document_travel():
+    """Two ranks with room for the whole of it share its work, so one reads from the other.
+
+    With n = 4 the other holds at most half the 18 pairs and therefore begins behind row 2.
+    """
+    cost = CostModel(
+        flops_per_token=0,
+        flops_per_pair=1,
+        bytes_per_row=1,
+        flops_per_second=1,
+        bytes_per_second=1,
+        seconds_per_message=0,
+        hideable=0,
+    )
+    bound = least_seconds(np.array([4, 1, 1, 1, 1]), 4, 2, cost)
+    assert bound == (14 + 2) / 2
+
+
+def test_trades_even_out_any_layout():
+    """From contiguous chunks, with the slowest rank far beyond the mean, to near the bound."""
+    sizes, cost = mix_lengths("upsampled", 131072), CostModel(bytes_per_second=LINKS[NVLINK])
+    local_length = 131072 // 8
+    least = least_seconds(sizes, local_length, 8, cost)
+    first = np.cumsum(sizes) - sizes
+    edges = np.union1d(first, np.arange(8) * local_length)
+    document = np.searchsorted(first, edges, side="right") - 1
+    start = edges - first[document]
+    stop = np.r_[edges[1:], 131072] - first[document]
+    before = np.stack([document, start, stop, edges // local_length])
+    after = trade_tokens(before, local_length, 8, cost, least)
+    over = [
+        rank_loads(cuts, 8).seconds(local_length, cost).max() / least for cuts in (before, after)
+    ]
+    assert over[0] > 1.1 and over[1] < 1.02
+    held = [np.bincount(cuts[3], cuts[2] - cuts[1]).tolist() for cuts in (before, after)]
+    assert held[0] == held[1] == [local_length] * 8
+    document, start, stop, _ = after[:, np.lexsort((after[1], after[0]))]
+    np.testing.assert_array_equal(np.cumsum(stop - start), first[document] + stop)
 
 
 def test_the_default_costs_are_those_of_the_stated_shapes():
