@@ -15,6 +15,7 @@ from ..config import Config
 from ..data import Loader, WindowDataset
 from ..data.agreement import check_prepared
 from ..errors import UserError
+from ..hardware import load_hardware
 from ..model import TrainModel, build_model, check_liger, verify_rope
 from ..parallel import Mesh, build_mesh
 from ..parallel.ring_flash_attn import check_installed
@@ -51,6 +52,7 @@ class Job:
         self.device = self.process.device
         with self.control.together("checking the config"):
             self.shape = config.check_world(self.process.world_size)
+            hardware = load_hardware(config.parallel.hardware)
             if config.attention.backend != "native":
                 check_installed()
         self.mesh = build_mesh(config.parallel.sp)
@@ -60,7 +62,7 @@ class Job:
             self.loader = build_loader(config, self.dataset, self.mesh)
         with self.control.together("building the model"):
             self.train_model = self._build_model()
-            self.cost = cost_model(config, sizes_of(self.train_model.causal_lm))
+            self.cost = cost_model(config, sizes_of(self.train_model.causal_lm), hardware)
         ahead = min(self.shape.accumulation, MOST_AHEAD)
         PLANS.reserve(self.shape.accumulation + ahead)
         self.loader.prefetch(ahead, self._plan_ahead)
