@@ -171,9 +171,10 @@ def test_shares_are_of_kept_tokens_and_the_rest_is_counted(config):
     kept = [part.kept for part in report.sources.values()]
     assert abs(kept[0] - 2 * kept[1]) <= 2 * 150 and report.dropped["shares"].tokens > 0
     assert in_and_out(report)[0] == in_and_out(report)[1]
-    first = WindowDataset(report.path)[0]
-    sources = {WindowDataset(report.path).document(int(row)).source for row in first.documents[1:]}
-    assert sources == {"prose", "code"}
+    dataset = WindowDataset(report.path)
+    rows = [row for record in dataset for row in record.documents[1:].tolist()]
+    order = [dataset.document(row).source for row in rows]
+    assert order != sorted(order) and order != sorted(order, reverse=True)
 
 
 LINES = st.sampled_from(
