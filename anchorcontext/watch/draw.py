@@ -40,7 +40,7 @@ def draw_window(inspection: Inspection, path: str | Path) -> None:
         UserError: matplotlib is not installed, or does not know the format.
     """
     shared = inspection.plan.sp_size > 1
-    figure = _figure(width=13.0 if shared else 8.5, height=8.2)
+    figure = new_figure(width=13.0 if shared else 8.5, height=8.2)
     grid = figure.add_gridspec(2, 2 if shared else 1, width_ratios=(2, 1) if shared else (1,))
     mask = figure.add_subplot(grid[:, 0])
     _draw_mask(mask, inspection.window.mode, inspection.window.doc_ids)
@@ -54,7 +54,7 @@ def draw_window(inspection: Inspection, path: str | Path) -> None:
         f"{window.num_tokens:,} tokens, {documents} documents, mode {window.mode.name}: "
         f"{inspection.density:.1%} of full causal attention"
     )
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_modes(path: str | Path, lengths: tuple[int, ...] = (6, 8, 5)) -> None:
@@ -64,7 +64,7 @@ def draw_modes(path: str | Path, lengths: tuple[int, ...] = (6, 8, 5)) -> None:
         UserError: matplotlib is not installed, or does not know the format.
     """
     window = Window.from_documents([[0] * length for length in lengths], anchor_id=0)
-    figure = _figure(width=16.0, height=4.7)
+    figure = new_figure(width=16.0, height=4.7)
     for index, mode in enumerate(MODES.values()):
         axes = figure.add_subplot(1, len(MODES), index + 1)
         _draw_mask(axes, mode, window.doc_ids)
@@ -77,7 +77,7 @@ def draw_modes(path: str | Path, lengths: tuple[int, ...] = (6, 8, 5)) -> None:
         for edge in range(window.num_tokens + 1):
             axes.axhline(edge, color="white", linewidth=0.8)
             axes.axvline(edge, color="white", linewidth=0.8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def mask_image(mode: Mode, doc_ids: np.ndarray, max_blocks: int = MAX_BLOCKS) -> np.ndarray:
@@ -177,7 +177,12 @@ def _rank_color(rank: int, sp_size: int) -> tuple[float, float, float]:
     return (shade, shade, min(1.0, shade + 0.08)) if rank % 2 else (shade * 0.85, shade * 0.95, 1.0)
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of so many inches that opens no window.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -188,7 +193,12 @@ def _figure(width: float, height: float) -> Figure:
     return figure
 
 
-def _save(figure: Figure, path: str | Path) -> None:
+def save_figure(figure: Figure, path: str | Path) -> None:
+    """Write a figure in the format that ``path`` ends in; the same picture gives the same file.
+
+    Raises:
+        UserError: matplotlib does not know the format.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     try:
         # Without the program's version the same picture is the same file.

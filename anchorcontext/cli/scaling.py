@@ -1,0 +1,152 @@
+"""``anchorcontext bench step`` and ``growth``: several ranks against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from anchorcontext.cli.common import (
+    Outcome,
+    config_command,
+    echo,
+    echo_table,
+    is_main_rank,
+    plain_command,
+)
+from anchorcontext.config import Config
+from anchorcontext.errors import UserError
+
+
+@config_command
+@click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
+@click.option(
+    "--repeats",
+    default=5,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default=True,
+    help="Measured windows.",
+)
+@click.option("--seed", default=0, metavar="N", show_default=True, help="First window of the mix.")
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Write the table into its section of PATH, docs/benchmarks.md.",
+)
+def step(config: Config, mix: str, repeats: int, seed: int, markdown: Path | None) -> Outcome:
+    """Time a training step on parallel.sp ranks of one thread against one process of as many."""
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.bench.step import bench_step, part_headers, part_rows, step_markdown
+
+    if config.parallel.sp < 2:
+        raise UserError("parallel.sp = 1: give the ranks to compare, as in parallel.sp=2")
+    machine = _machine()
+    report = bench_step(config, mix, repeats, seed, echo)
+    documents = f"{min(report.documents)} to {max(report.documents)} documents of the mix {mix}"
+    setting = (
+        f"{config.run.name}: {report.window_tokens:,} tokens, {documents}, mode {report.mode}, "
+        f"{config.model.dtype}, {machine}."
+    )
+    echo_table(part_rows(report), part_headers(report), title=setting)
+    echo(f"{report.sp} ranks over one process: {report.ratio:.3f}, target {report.target:.2f}")
+    if markdown is not None and is_main_rank():
+        line = f"anchorcontext bench step CONFIG --mix {mix} --repeats {repeats} --seed {seed}"
+        write_section(markdown, "step", step_markdown(report, setting, line))
+        echo(f"written to {markdown}")
+    return Outcome(report)
+
+
+@plain_command
+@click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
+@click.option(
+    "--windows",
+    default="16384,32768,65536,131072",
+    metavar="L[,L...]",
+    show_default=True,
+    help="Tokens.",
+)
+@click.option("--sp", default="1,2,4", metavar="P[,P...]", show_default=True, help="Ranks.")
+@click.option(
+    "--heads",
+    default="1/1",
+    metavar="Q/KV",
+    show_default=True,
+    help="Heads; a full window of 128K tokens is 8 TFLOPs a query head of 64.",
+)
+@click.option("--head-dim", default=64, metavar="D", show_default=True)
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
+@click.option("--seed", default=0, metavar="N", show_default=True, help="Which window of the mix.")
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Write the table into its section of PATH, docs/benchmarks.md, and the figure beside it.",
+)
+def growth(
+    mix: str,
+    windows: str,
+    sp: str,
+    heads: str,
+    head_dim: int,
+    dtype: str,
+    seed: int,
+    markdown: Path | None,
+) -> Outcome:
+    """Time and memory of one layer's attention as the window grows, anchor and full."""
+    import torch
+
+    from anchorcontext.bench import growth as bench
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.cli.bench import parse_heads
+
+    num_heads, num_kv_heads = parse_heads(heads)
+    machine = _machine()
+    results = bench.bench_growth(
+        mix=mix,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
+        seed=seed,
+        lengths=_numbers("--windows", windows),
+        sp_sizes=_numbers("--sp", sp),
+        tell=echo,
+    )
+    setting = (
+        f"Mix {mix}, {num_heads} query and {num_kv_heads} key/value heads of {head_dim}, {dtype}, "
+        f"{machine}."
+    )
+    echo_table(bench.growth_rows(results), bench.growth_headers(results), title=setting)
+    if markdown is not None and is_main_rank():
+        line = (
+            f"anchorcontext bench growth --mix {mix} --windows {windows} --sp {sp} --heads {heads} "
+            f"--head-dim {head_dim} --dtype {dtype} --seed {seed} --markdown {markdown}"
+        )
+        figure = markdown.with_name("growth.png")
+        bench.draw_growth(results, figure)
+        text = bench.growth_markdown(results, setting, line, figure.name)
+        write_section(markdown, "growth", text)
+        echo(f"written to {markdown} and {figure}")
+    return Outcome(results)
+
+
+def _machine() -> str:
+    """What runs it, when, and how busy it was before."""
+    import datetime
+    import os
+    import platform
+
+    return (
+        f"{platform.machine()}, {os.cpu_count()} cores with a load of {os.getloadavg()[0]:.1f} "
+        f"before the run, {datetime.date.today()}"
+    )
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """``1,2,4`` as numbers, rising."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise UserError(f"{option} {text}: give positive numbers, as in 1,2,4")
+    return sorted({int(part) for part in parts})
