@@ -34,6 +34,7 @@ def broken_rules(config: Config) -> list[Problem]:
         *_rope(config),
         *_positions(config),
         *_data(config),
+        *_windows(config),
         *_train(config),
         *_exchange(config),
         *_backend(config),
@@ -158,6 +159,52 @@ def _data(config: Config) -> Iterator[Problem]:
             data.anchor,
             "attention.mode = 'anchor' needs an anchor at token 0",
             "set data.anchor to auto, or choose another attention.mode",
+        )
+
+
+def _windows(config: Config) -> Iterator[Problem]:
+    data = config.data
+    if data.packing.max_truncation > 0 and data.packing.method != "best_fit":
+        yield Problem(
+            "data.packing.max_truncation",
+            data.packing.max_truncation,
+            f"is of best_fit; data.packing.method = {data.packing.method!r} cuts "
+            f"{'wherever a window ends' if data.packing.method == 'concat' else 'nothing'}",
+            "leave it out, or set data.packing.method to best_fit",
+        )
+    if data.interleave is not None:
+        for key in ("pieces", "cut", "tokens"):
+            least, most = getattr(data.interleave, key)
+            if least > most:
+                yield Problem(
+                    f"data.interleave.{key}",
+                    [least, most],
+                    "is the least and the most",
+                    f"set it to {[most, least]}",
+                )
+        if config.attention.backend != "native":
+            yield Problem(
+                "data.interleave",
+                True,
+                f"documents in pieces are nothing for attention.backend = "
+                f"{config.attention.backend!r}, which takes each as one run of tokens",
+                "set attention.backend to native, or data.interleave to false",
+            )
+    if data.anchor_copies == "none":
+        return
+    if data.anchor == "none":
+        yield Problem(
+            "data.anchor_copies",
+            data.anchor_copies,
+            "there is no anchor to copy with data.anchor = 'none'",
+            "set data.anchor to auto, or data.anchor_copies to none",
+        )
+    if config.attention.mode == "anchor":
+        yield Problem(
+            "data.anchor_copies",
+            data.anchor_copies,
+            "attention.mode = 'anchor' shows one anchor to all documents",
+            "set attention.mode to intra_doc, or data.anchor_copies to none",
         )
 
 

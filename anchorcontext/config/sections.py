@@ -28,6 +28,13 @@ def _folder_name(name: str) -> str:
     return name
 
 
+def _bool_or_section(value: Any) -> Any:
+    """``key: true`` is a section of defaults and ``key: false`` is null."""
+    if isinstance(value, bool):
+        return {} if value else None
+    return value
+
+
 class RunSection(Section):
     """Which run this is and where it lives: the folder ``output_dir/name``."""
 
@@ -81,6 +88,18 @@ class ModelSection(Section):
 
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in backward instead of storing them."""
+
+
+def _tag_template(template: str | None) -> str | None:
+    if template is None:
+        return None
+    try:
+        named = template.format(source="a") != template.format(source="b")
+    except (LookupError, ValueError):
+        named = False
+    if not named:
+        raise ValueError("names the source as {source}, its only field")
+    return template
 
 
 class SourceSection(Section):
@@ -140,6 +159,46 @@ class TrainTokenizerSection(Section):
     """Entries of the vocabulary: 256 bytes, the special tokens, and merges."""
 
 
+class PackingSection(Section):
+    """Which documents share a window, and which are cut."""
+
+    method: Literal["concat", "best_fit", "whole_documents"] = "concat"
+    """``concat``: one stream of documents, cut where a window is full; ``best_fit``: each document
+    whole in the fullest window with room for it, cut only where it is longer than a window;
+    ``whole_documents``: the same, and longer ones are dropped and counted."""
+
+    max_truncation: Ratio = 0.0
+    """How often ``best_fit`` may cut documents that would fit, as a share of their number, to fill
+    windows that would else stay partly empty."""
+
+    min_fill: Ratio = 0.0
+    """Windows of which a smaller share is filled are dropped and counted: 0 keeps the last one of a
+    stream however short it is, 1 keeps full windows only."""
+
+
+class UpsampleSection(Section):
+    """Per-source length upsampling: fewer short documents, each source's share of tokens kept."""
+
+    below: PositiveInt = 4096
+    """Documents of fewer tokens are short."""
+
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.1
+    """Chance of a short document to be kept, relative to that of a long one."""
+
+
+class InterleaveSection(Section):
+    """Documents cut into pieces that lie scattered over their window, in their order."""
+
+    pieces: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (2, 3)
+    """The least and the most pieces of a document."""
+
+    cut: Annotated[tuple[Ratio, Ratio], Field(strict=False)] = (0.2, 0.8)
+    """Where cuts may lie, as shares of the document's length."""
+
+    tokens: Annotated[tuple[PositiveInt, PositiveInt], Field(strict=False)] = (64, 2048)
+    """Tokens of the shortest and the longest document that is cut; others are moved whole."""
+
+
 class DataSection(Section):
     """From documents to packed windows."""
 
@@ -180,6 +239,24 @@ class DataSection(Section):
 
     anchor: Literal["auto", "bos", "eos", "none"] | NonNegativeInt = "auto"
     """Token 0 of a window: ``bos``, ``eos``, ``none``, a token id, or ``auto`` (BOS, else EOS)."""
+
+    anchor_copies: Literal["none", "documents", "segments"] = "none"
+    """``documents``: the anchor stands in front of every document instead of once in the window;
+    ``segments``: also in front of the rest of a document that was cut at a window's end. In mode
+    ``intra_doc`` the copies have position 0 and compute what mode ``anchor`` does."""
+
+    packing: PackingSection = Field(default_factory=PackingSection)
+    """Which documents share a window, and which are cut."""
+
+    upsample: Annotated[UpsampleSection | None, BeforeValidator(_bool_or_section)] = None
+    """``true``, ``false``, or a section: keep more of the long documents than of the short ones."""
+
+    tags: Annotated[Text | None, AfterValidator(_tag_template)] = None
+    """Text in front of every document of a window, such as ``"{source}: "``; its tokens are seen
+    but never predicted."""
+
+    interleave: Annotated[InterleaveSection | None, BeforeValidator(_bool_or_section)] = None
+    """``true``, ``false``, or a section: scatter the pieces of documents over their window."""
 
     min_document_tokens: PositiveInt = 1
     """Shorter documents are dropped and counted."""
@@ -362,13 +439,6 @@ class WandbSection(Section):
 
     mode: Literal["auto", "online", "offline"] = "auto"
     """``auto``: online when a key is set, else offline."""
-
-
-def _bool_or_section(value: Any) -> Any:
-    """``wandb: true`` is a section of defaults and ``wandb: false`` is null."""
-    if isinstance(value, bool):
-        return {} if value else None
-    return value
 
 
 class WatchSection(Section):

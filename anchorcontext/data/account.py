@@ -45,11 +45,10 @@ def account(
             "documents": progress.rendered_documents,
             "tokens": progress.rendered_anchors,
         }
-    pieces = np.bincount(packings[TRAIN].segments.documents)
     quantiles = np.quantile(lengths, list(QUANTILES.values()), method="nearest")
     return {
         "utilisation": packings[TRAIN].utilisation,
-        "documents_cut": int((pieces > 1).sum()),
+        "documents_cut": packings[TRAIN].num_cut,
         "tokens_in": int(lengths.sum()) + progress.rendered_anchors,
         "tokens_kept": sum(packing.num_kept for packing in packings.values()),
         "dropped": dropped,

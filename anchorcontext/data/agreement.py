@@ -13,6 +13,11 @@ from .tokenizer import load_tokenizer
 OPTIONS = (
     "window_tokens",
     "anchor",
+    "anchor_copies",
+    "packing",
+    "upsample",
+    "tags",
+    "interleave",
     "add_eos",
     "min_document_tokens",
     "max_windows",
@@ -31,7 +36,7 @@ def check_prepared(dataset: WindowDataset, config: Config) -> None:
         UserError: names every option that differs, with both values.
     """
     made = (dataset.meta or {}).get("request", {})
-    asked = config.data.model_dump()
+    asked = config.data.model_dump(mode="json")
     different = [
         f"data.{key} = {asked[key]!r}, prepared with {made[key]!r}"
         for key in OPTIONS

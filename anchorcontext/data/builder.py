@@ -85,8 +85,10 @@ class Builder:
                     num_windows += len(batch)
                     writer.write_batch(_record_batch(batch))
                     for record in batch:
-                        for array in (record.input_ids, record.cu_seqlens):
-                            digest.update(np.ascontiguousarray(array, dtype=np.int32).tobytes())
+                        for field in WINDOW_SCHEMA:
+                            dtype = field.type.value_type.to_pandas_dtype()
+                            array = np.ascontiguousarray(getattr(record, field.name), dtype)
+                            digest.update(array.tobytes())
         self.splits[split] = {
             "fingerprint": digest.hexdigest(),
             "num_windows": num_windows,

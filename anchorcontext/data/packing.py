@@ -91,7 +91,7 @@ def pack(
     )
     _check_room(documents, window_tokens, anchor)
     long_enough = lengths >= max(min_document_tokens, 1)
-    kept, short = np.flatnonzero(long_enough), np.flatnonzero(~long_enough)
+    kept, short = np.flatnonzero(long_enough), np.flatnonzero(~long_enough & (lengths > 0))
     packed, left_out = PACKERS[method](documents[kept], window_tokens - anchor, max_truncation)
     segments = Segments(kept[packed.documents], packed.starts, packed.lengths, packed.offsets)
     dropped = {

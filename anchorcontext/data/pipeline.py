@@ -19,11 +19,13 @@ import numpy as np
 
 from ..errors import UserError
 from .account import account
+from .arrange import arrange
 from .assemble import window_records
 from .builder import Builder, build_folder, check_replaceable
 from .encode import Encoder
+from .fronts import Fronts, tag_ids
 from .mixture import held_out, keep_shares, shuffled
-from .packing import Packing, pack
+from .packing import Packing
 from .report import PrepareReport
 from .sources import ProblemLog, Source, open_sources, read_documents
 from .store import PROBLEMS, TOKENIZER, TRAIN, VALIDATION, WindowRecord, read_meta
@@ -43,11 +45,15 @@ if TYPE_CHECKING:
     from ..config import Config
     from ..config.sections import DataSection, ModelSection
 
-PACKING = "concat"
 # What decides the tokens of the documents, and then what decides the windows.
 TOKEN_KEYS = ("anchor", "add_eos", "max_document_characters", "on_error")
 WINDOW_KEYS = (
     "window_tokens",
+    "anchor_copies",
+    "packing",
+    "upsample",
+    "tags",
+    "interleave",
     "min_document_tokens",
     "max_windows",
     "shares",
@@ -78,7 +84,7 @@ def prepare(
     if tokenizer is not None:
         check_vocabulary(len(tokenizer), model_size)
     tokens_request = _tokens_request(data, sources, tokenizer)
-    request = {**tokens_request, "packing": PACKING, **{k: getattr(data, k) for k in WINDOW_KEYS}}
+    request = {**tokens_request, **data.model_dump(mode="json", include=set(WINDOW_KEYS))}
     meta = None if force else read_meta(path)
     if meta is not None:
         _check_same(path, meta["request"], request)
@@ -198,11 +204,12 @@ class _Run:
             )
         with self._timed("pack"):
             chosen, left_out = self._choose(corpus)
-            packings = {split: self._pack(corpus, chosen[split], split) for split in chosen}
+            fronts = Fronts(data.anchor_copies, tag_ids(tokenizer, data.tags, corpus.source_names))
+            packings = {split: self._pack(corpus, chosen[split], split, fronts) for split in chosen}
         with self._timed("write"):
             builder.write_documents(corpus.rows())
             for split, packing in packings.items():
-                records = window_records(packing, chosen[split], corpus, anchor_id)
+                records = window_records(packing, chosen[split], corpus, anchor_id, fronts)
                 builder.write_windows(self._counted(records, split, packing), split)
         tokenizer.save_pretrained(builder.folder / TOKENIZER)
         with (builder.folder / PROBLEMS).open("w", encoding="utf-8") as file:
@@ -228,17 +235,19 @@ class _Run:
             return load_tokenizer(folder)
         log = ProblemLog(self.data.on_error)
         with self._timed("train_tokenizer"):
-            documents = enumerate(read_documents(self.sources, log), start=1)
-            texts = (self._seen(number, document.text) for number, document in documents)
+            texts = self._texts(log)
             tokenizer = train_tokenizer(texts, self.data.train_tokenizer.vocab_size)
         beside = folder.with_name(f"{TOKENIZER}.part")
         tokenizer.save_pretrained(beside)
         beside.rename(folder)
         return load_tokenizer(folder)
 
-    def _seen(self, number: int, text: str) -> str:
-        self.report("read for tokenizer", number, None)
-        return text
+    def _texts(self, log: ProblemLog) -> Iterator[str]:
+        count = 0
+        for count, document in enumerate(read_documents(self.sources, log), start=1):
+            yield document.text
+            self.report("read for tokenizer", count, None)
+        self.report("read for tokenizer", count, count)
 
     def _choose(
         self, corpus: TokenisedCorpus
@@ -270,20 +279,19 @@ class _Run:
             )
         return {TRAIN: order[~apart], VALIDATION: order[apart]}, left_out
 
-    def _pack(self, corpus: TokenisedCorpus, documents: np.ndarray, split: str) -> Packing:
-        data = self.data
-        packing = pack(
-            corpus.lengths[documents],
-            data.window_tokens,
-            anchor=data.anchor != "none",
-            method=PACKING,
-            min_document_tokens=data.min_document_tokens,
-            max_windows=data.max_windows if split == TRAIN else None,
-        )
+    def _pack(
+        self, corpus: TokenisedCorpus, documents: np.ndarray, split: str, fronts: Fronts
+    ) -> Packing:
+        lengths, sources = corpus.lengths[documents], corpus.sources[documents]
+        hashes, apart = corpus.hashes[documents], split != TRAIN
+        packing = arrange(self.data, lengths, sources, hashes, fronts, held_out=apart)
         if packing.num_windows == 0:
+            reasons = ", ".join(
+                f"{reason} dropped {part.num_documents}" for reason, part in packing.dropped.items()
+            )
             raise UserError(
-                f"the corpus gives no window ({split}): none of its {len(documents)} documents "
-                f"has data.min_document_tokens = {data.min_document_tokens} tokens"
+                f"the corpus gives no window ({split}): none of its {len(documents)} documents is "
+                f"left, {reasons}; change these options of data"
             )
         return packing
 

@@ -3,7 +3,7 @@
 ::
 
     PATH/meta.json               what it holds and how it was made; written last
-    PATH/windows-00000.arrow     one row a window: input_ids, cu_seqlens, documents, starts
+    PATH/windows-00000.arrow     one row a window: the fields of WindowRecord
     PATH/validation-00000.arrow  the same of held-out documents
     PATH/documents.arrow         one row a document: source, name, num_tokens
     PATH/problems.jsonl          entries of the corpus that were left out
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,11 @@ from ..errors import UserError
 from ..modes import Mode
 from ..window import Window
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 META, DOCUMENTS, PROBLEMS, TOKENIZER = "meta.json", "documents.arrow", "problems.jsonl", "tokenizer"
 TRAIN, VALIDATION = "train", "validation"
 ANCHOR_DOCUMENT = -1
+COPY_START = -1
 
 WINDOW_SCHEMA = pa.schema(
     {
@@ -43,6 +44,7 @@ WINDOW_SCHEMA = pa.schema(
         "cu_seqlens": pa.list_(pa.int32()),
         "documents": pa.list_(pa.int64()),
         "starts": pa.list_(pa.int64()),
+        "tags": pa.list_(pa.int32()),
     }
 )
 DOCUMENT_SCHEMA = pa.schema(
@@ -56,19 +58,41 @@ class WindowRecord:
 
     ``input_ids`` int32 (L,); ``cu_seqlens`` int32 (n + 1,); ``documents`` int64 (n,): the row of
     each segment in the documents table, ``-1`` for the anchor; ``starts`` int64 (n,): the segment's
-    first token within its document.
+    first token within its document, ``-1`` for a copy of the anchor in front of it; ``tags`` int32
+    (n,): how many tokens of a domain tag the segment begins with, before that first token.
     """
 
     input_ids: np.ndarray
     cu_seqlens: np.ndarray
     documents: np.ndarray
     starts: np.ndarray
+    tags: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+
+    def __post_init__(self) -> None:
+        if not len(self.tags):
+            object.__setattr__(self, "tags", np.zeros(len(self.documents), dtype=np.int32))
 
     def window(self, mode: str | Mode, boundary: str = "mask") -> Window:
-        """The window under a mode. Segments of one document are one document."""
+        """The window under a mode. Segments of one document are one document.
+
+        Tags and copies of the anchor are never targets.
+        """
         _, segment_docs = np.unique(self.documents, return_inverse=True)
+        copies = self.starts == COPY_START
+        masked = np.where(copies, 1, self.tags)
+        loss_mask = None
+        if masked.any():
+            lengths = np.diff(self.cu_seqlens)
+            place = np.arange(len(self.input_ids)) - np.repeat(self.cu_seqlens[:-1], lengths)
+            loss_mask = place >= np.repeat(masked, lengths)
         return Window(
-            self.input_ids, self.cu_seqlens, mode, segment_docs=segment_docs, boundary=boundary
+            self.input_ids,
+            self.cu_seqlens,
+            mode,
+            segment_docs=segment_docs,
+            boundary=boundary,
+            loss_mask=loss_mask,
+            copies=copies if copies.any() else None,
         )
 
 

@@ -109,8 +109,8 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
 def test_another_format_version_is_refused(tmp_path):
     write(tmp_path / "d")
     meta = tmp_path / "d" / "meta.json"
-    meta.write_text(meta.read_text().replace('"version": 2', '"version": 1'))
+    meta.write_text(meta.read_text().replace('"version": 3', '"version": 1'))
     with pytest.raises(
-        UserError, match="format version 1, this anchorcontext reads 2: prepare again"
+        UserError, match="format version 1, this anchorcontext reads 3: prepare again"
     ):
         WindowDataset(tmp_path / "d")
