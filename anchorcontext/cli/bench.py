@@ -10,6 +10,7 @@ from anchorcontext.cli.calibrate import calibrate
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.cli.engines import kernels, numerics
 from anchorcontext.cli.kernels_aot import kernels_aot
+from anchorcontext.cli.packing import packing
 from anchorcontext.cli.scaling import growth, step
 from anchorcontext.errors import UserError
 
@@ -256,5 +257,6 @@ command.add_command(kernels_aot, "kernels-aot")
 command.add_command(layouts, "layouts")
 command.add_command(modes, "modes")
 command.add_command(numerics, "numerics")
+command.add_command(packing, "packing")
 command.add_command(peers, "peers")
 command.add_command(step, "step")
