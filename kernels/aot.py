@@ -28,7 +28,7 @@ MERGE_KERNELS = ("merge", "anchor_forward", "anchor_backward")
 # Bytes of shared memory a program may have, CUDA C++ Programming Guide, table of features.
 SHARED_LIMIT = {90: 227 * 1024, 80: 163 * 1024}
 
-_TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _INT_ARRAYS = ("row_anchor", "blocks", "items", "limits", "chunks")
 _INPUTS = ("q", "k", "v", "dout", "v0", "block_out")
 
@@ -39,7 +39,8 @@ class Variant:
 
     kernel: str
     head_dim: int
-    dtype: torch.dtype
+    dtype: str
+    """bf16, fp16 or fp32."""
     rope: bool = False
 
     def config(self, capability: int) -> Config:
@@ -48,13 +49,17 @@ class Variant:
             backward = self.kernel == "anchor_backward"
             return triton_config.ANCHOR_BACKWARD if backward else triton_config.PREPARE
         return triton_config.candidates(
-            self.kernel, self.head_dim, self.dtype, self.rope, divmod(capability, 10)
+            self.kernel,
+            self.head_dim,
+            _DTYPES[self.dtype],
+            self.rope,
+            divmod(capability, 10),
         )[0]
 
     @property
     def inputs(self) -> str:
         """dtype of q, k, v in words, with RoPE where it is computed in the kernel."""
-        return _TYPES[self.dtype] + (" + fp32 RoPE" if self.rope else "")
+        return self.dtype + (" + fp32 RoPE" if self.rope else "")
 
 
 @dataclass(frozen=True)
@@ -84,10 +89,10 @@ def variants(head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Variant]:
     """bf16 at every head dimension; fp32, and bf16 with RoPE in the kernel, at 64 and 128."""
     for head_dim in head_dims:
         for kernel in (*TILE_KERNELS, "prepare", *MERGE_KERNELS):
-            yield Variant(kernel, head_dim, torch.bfloat16)
+            yield Variant(kernel, head_dim, "bf16")
     for head_dim in (64, 128):
         if head_dim in head_dims:
-            for dtype, rope in ((torch.float32, False), (torch.bfloat16, True)):
+            for dtype, rope in (("fp32", False), ("bf16", True)):
                 for kernel in TILE_KERNELS:
                     yield Variant(kernel, head_dim, dtype, rope)
 
@@ -175,7 +180,7 @@ def _element_type(array: str, variant: Variant) -> str:
         return "i64"
     saved_out = array == "out" and variant.kernel in ("prepare", "anchor_backward")
     if array in _INPUTS or saved_out or (array == "k0" and not variant.rope):
-        return _TYPES[variant.dtype]
+        return variant.dtype
     return "fp32"
 
 

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from .triton_ops import (
     LOG2E,
+    VARYING,
     add_tile,
     add_unrotated,
     dot,
@@ -34,7 +35,7 @@ from .triton_ops import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def prepare_kernel(
     dout_ptr, out_ptr, lse_ptr, q_ptr, k0_ptr, v0_ptr, q_cos_ptr, q_sin_ptr,
     chunks_ptr, delta_ptr, lse2_ptr, ds0_ptr, partial_ptr,
@@ -49,7 +50,7 @@ def prepare_kernel(
     fp32 (C, Hq, 2, D). Grid: C * Hq programs, one a chunk and head.
     """
     chunk = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
     kv_head = head // GROUP
     start = tl.load(chunks_ptr + 4 * chunk)
     stop = tl.load(chunks_ptr + 4 * chunk + 1)
@@ -61,7 +62,7 @@ def prepare_kernel(
     q_ptr += first_row * q_row + head * q_head
     q_cos_ptr += first_row * HALF_D
     q_sin_ptr += first_row * HALF_D
-    row_out = head.to(tl.int64) * num_rows + first_row
+    row_out = head * num_rows + first_row
     columns = tl.arange(0, BLOCK_D)
     if ANCHOR:
         one = tl.arange(0, 1)
@@ -110,7 +111,7 @@ def prepare_kernel(
             tl.store(partial_ptr + HEAD_DIM + columns, dv0, mask=columns < HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dq_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, k0_ptr, row_anchor_ptr,
     delta_ptr, lse2_ptr, ds0_ptr, dq_ptr,
@@ -127,7 +128,7 @@ def dq_kernel(
     """Add the gradient of the queries into ``dq`` (N, Hq, D), fp32; grid and list as in forward."""
     program = tl.program_id(0)
     block = (program // GROUP) % num_blocks
-    kv_head = program // (GROUP * num_blocks)
+    kv_head = (program // (GROUP * num_blocks)).to(tl.int64)
     head = kv_head * GROUP + program % GROUP
     row_start = tl.load(blocks_ptr + 4 * block)
     item_start = tl.load(blocks_ptr + 4 * block + 1)
@@ -146,7 +147,7 @@ def dq_kernel(
         dout_ptr + first_row * dout_row + head * dout_head, dout_row, rows, valid,
         HEAD_DIM, BLOCK_D, True,
     )  # fmt: skip
-    row_in = head.to(tl.int64) * num_rows + first_row
+    row_in = head * num_rows + first_row
     delta = tl.load(delta_ptr + row_in + rows, mask=valid, other=0.0)
     lse2 = tl.load(lse2_ptr + row_in + rows, mask=valid, other=float("inf"))
     k_ptr += kv_head * k_head
@@ -230,7 +231,7 @@ def _add_dq(
     return dq_first, dq_second
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def dkdv_kernel(
     dout_ptr, q_ptr, k_ptr, v_ptr, delta_ptr, lse2_ptr, dk_ptr, dv_ptr,
     q_cos_ptr, q_sin_ptr, k_cos_ptr, k_sin_ptr,
@@ -250,7 +251,7 @@ def dkdv_kernel(
     registers.
     """
     block = tl.program_id(0) % num_blocks
-    kv_head = tl.program_id(0) // num_blocks
+    kv_head = (tl.program_id(0) // num_blocks).to(tl.int64)
     key_start = tl.load(blocks_ptr + 4 * block)
     item_start = tl.load(blocks_ptr + 4 * block + 1)
     item_stop = tl.load(blocks_ptr + 4 * block + 2)
@@ -281,8 +282,8 @@ def dkdv_kernel(
         head = kv_head * GROUP + walk // num_items
         head_q = q_ptr + head * q_head
         head_dout = dout_ptr + head * dout_head
-        head_delta = delta_ptr + head.to(tl.int64) * num_queries
-        head_lse2 = lse2_ptr + head.to(tl.int64) * num_queries
+        head_delta = delta_ptr + head * num_queries
+        head_lse2 = lse2_ptr + head * num_queries
         start = tl.load(items_ptr + 4 * item)
         full_start = tl.load(items_ptr + 4 * item + 1)
         full_stop = tl.load(items_ptr + 4 * item + 2)

@@ -30,6 +30,7 @@ import triton.language as tl
 from .triton_ops import (
     LN2,
     LOG2E,
+    VARYING,
     dot,
     dot_transposed,
     load_operand,
@@ -39,7 +40,7 @@ from .triton_ops import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr,
     k0_ptr, v0_ptr, row_anchor_ptr,
@@ -60,7 +61,7 @@ def forward_kernel(
     """
     program = tl.program_id(0)
     block = (program // GROUP) % num_blocks
-    kv_head = program // (GROUP * num_blocks)
+    kv_head = (program // (GROUP * num_blocks)).to(tl.int64)
     head = kv_head * GROUP + program % GROUP
     row_start = tl.load(blocks_ptr + 4 * block)
     item_start = tl.load(blocks_ptr + 4 * block + 1)

@@ -19,7 +19,7 @@ import triton.language as tl
 from . import triton_config
 from .interface import SoftmaxState
 from .triton_config import CHUNK_ROWS, Config, block_columns
-from .triton_ops import load_tile
+from .triton_ops import VARYING, load_tile
 
 
 def merge_(
@@ -87,7 +87,7 @@ def anchor_backward_(
     dv0 += sums[:, 1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def merge_kernel(
     out_ptr, lse_ptr, block_out_ptr, block_lse_ptr, rows_ptr,
     num_rows, num_heads, start,
@@ -97,7 +97,7 @@ def merge_kernel(
     SCATTERED: tl.constexpr,
 ):  # fmt: skip
     """Merge BLOCK_R rows of one head; row r of the block is row ``rows[r]`` or ``start + r``."""
-    head = tl.program_id(0) % num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
     first = (tl.program_id(0) // num_heads) * BLOCK_R
     source = (first + tl.arange(0, BLOCK_R)).to(tl.int64)
     valid = source < num_rows
@@ -126,14 +126,14 @@ def merge_kernel(
     tl.store(lse_ptrs, lse, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def anchor_forward_kernel(
     out_ptr, lse_ptr, q_ptr, k0_ptr, v0_ptr, num_rows, num_heads, scale,
     out_row, out_head, lse_row, lse_head, q_row, q_head,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Merge the anchor into BLOCK_R rows of one head."""
-    head = tl.program_id(0) % num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
     rows = ((tl.program_id(0) // num_heads) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
     valid = rows < num_rows
     k0 = _load_anchor(k0_ptr, head // GROUP, HEAD_DIM, BLOCK_D)
@@ -151,7 +151,7 @@ def anchor_forward_kernel(
     tl.store(lse_ptrs, lse, mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def anchor_backward_kernel(
     dout_ptr, q_ptr, k0_ptr, v0_ptr, out_ptr, lse_ptr, dq_ptr, partial_ptr,
     num_rows, num_heads, scale,
@@ -162,7 +162,7 @@ def anchor_backward_kernel(
     """Add to dq in CHUNK_R rows of one head; their share of dk0 and dv0 to ``partial``
     (C, Hq, 2, D)."""
     chunk = tl.program_id(0) // num_heads
-    head = tl.program_id(0) % num_heads
+    head = (tl.program_id(0) % num_heads).to(tl.int64)
     k0 = _load_anchor(k0_ptr, head // GROUP, HEAD_DIM, BLOCK_D)
     v0 = _load_anchor(v0_ptr, head // GROUP, HEAD_DIM, BLOCK_D)
     dk0 = tl.zeros([BLOCK_D], tl.float32)

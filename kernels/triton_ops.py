@@ -16,6 +16,9 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+# Arguments that change from call to call: a kernel compiled for one value or its divisibility by 16
+# would be compiled again, for seconds, in the middle of training.
+VARYING = ("num_rows", "num_queries", "num_keys", "num_blocks", "num_heads", "start")
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
