@@ -114,12 +114,12 @@ def _example_window(documents: str, mode: str) -> Window:
 
 
 def _prepared_window(
-    config: Config, index: int, mode: str | None
+    config: Config, split: str, index: int, mode: str | None
 ) -> tuple[Window, Callable[[int], str]]:
     """Window ``index`` of the config's prepared data, and what to call its runs."""
-    from anchorcontext.data.store import ANCHOR_DOCUMENT, WindowDataset
+    from anchorcontext.data.store import ANCHOR_DOCUMENT, COPY_START, WindowDataset
 
-    dataset = WindowDataset(config.data.path)
+    dataset = WindowDataset(config.data.path, split)
     if not 0 <= index < len(dataset):
         raise UserError(
             f"--window {index}: {dataset.path} holds windows 0 to {len(dataset) - 1}; choose one"
@@ -130,6 +130,8 @@ def _prepared_window(
         row, start = int(record.documents[run]), int(record.starts[run])
         if row == ANCHOR_DOCUMENT:
             return "anchor"
+        if start == COPY_START:
+            return "copy of the anchor"
         document = dataset.document(row)
         cut = f" [{start:,}..]" if start else ""
         return f"{document.source}/{document.name}{cut}"
@@ -199,6 +201,7 @@ def _show(inspection: Inspection, show_all: bool) -> None:
 
 def _show_documents(inspection: Inspection, show_all: bool) -> None:
     rows = inspection.documents
+    masks = any(row.masked for row in rows)
     shown = rows if show_all else rows[:MOST_DOCUMENTS]
     echo_table(
         [
@@ -211,10 +214,21 @@ def _show_documents(inspection: Inspection, show_all: bool) -> None:
                 f"{row.share:.2%}",
                 f"{row.first_position:,}..{row.last_position:,}",
                 row.targets,
+                *((row.masked,) if masks else ()),
             )
             for row in shown
         ],
-        ("document", "name", "start", "stop", "length", "share", "positions", "targets"),
+        (
+            "document",
+            "name",
+            "start",
+            "stop",
+            "length",
+            "share",
+            "positions",
+            "targets",
+            *(("masked",) if masks else ()),
+        ),
     )
     if len(shown) < len(rows):
         echo(f"... and {len(rows) - len(shown)} more; --all lists them")

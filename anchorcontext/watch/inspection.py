@@ -31,6 +31,8 @@ class DocumentRow:
     last_position: int
     targets: int
     """Tokens with a label."""
+    masked: int
+    """Tokens that are never a target: a domain tag's, a copy of the anchor."""
 
 
 @dataclass(frozen=True)
@@ -175,6 +177,7 @@ def _documents(window: Window, names: Callable[[int], str] | None) -> tuple[Docu
     edges = window.cu_seqlens.tolist()
     positions, has_target = window.position_ids, window.labels != IGNORE
     targets = np.add.reduceat(has_target.astype(np.int64), edges[:-1]).tolist()
+    masked = np.add.reduceat((~window.loss_mask).astype(np.int64), edges[:-1]).tolist()
     rows = []
     for run, (start, stop) in enumerate(pairwise(edges)):
         name = names(run) if names is not None else ""
@@ -191,6 +194,7 @@ def _documents(window: Window, names: Callable[[int], str] | None) -> tuple[Docu
                 first_position=int(positions[start]),
                 last_position=int(positions[stop - 1]),
                 targets=targets[run],
+                masked=masked[run],
             )
         )
     return tuple(rows)
