@@ -114,12 +114,12 @@ def _example_window(documents: str, mode: str) -> Window:
 
 
 def _prepared_window(
-    config: Config, split: str, index: int, mode: str | None
+    config: Config, index: int, mode: str | None
 ) -> tuple[Window, Callable[[int], str]]:
     """Window ``index`` of the config's prepared data, and what to call its runs."""
     from anchorcontext.data.store import ANCHOR_DOCUMENT, COPY_START, WindowDataset
 
-    dataset = WindowDataset(config.data.path, split)
+    dataset = WindowDataset(config.data.path)
     if not 0 <= index < len(dataset):
         raise UserError(
             f"--window {index}: {dataset.path} holds windows 0 to {len(dataset) - 1}; choose one"
