@@ -26,6 +26,8 @@ MOST_TRADES = 12
 """Trades carried out at most: about half a millisecond each on 64 ranks."""
 MOST_COUNTED = 6
 """Trades of one table counted exactly before the layout is taken as it is."""
+WORTHWHILE = 0.995
+"""The share of the lateness that a trade may leave: no document is cut for less."""
 NUM_PARTNERS = 8
 """The fastest ranks, which the slowest may trade with."""
 MOST_GIVEN, MOST_TAKEN = 12, 48
@@ -56,7 +58,7 @@ def trade_tokens(
             traded = _swap(cuts, *trade)
             loads = rank_loads(traded, sp_size)
             seconds = loads.seconds(local_length, cost)
-            if _lateness(seconds, goal) < late:
+            if _lateness(seconds, goal) < WORTHWHILE * late:
                 break
         else:
             break
