@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -56,6 +56,12 @@ class Port:
             _call("setns", namespace, _NEW_NETWORK)
         finally:
             os.close(namespace)
+
+
+def enter_port(ports: Sequence[Port], rank: int) -> None:
+    """Put this process, a rank, behind its port: what it does from now on goes through it."""
+    ports[rank].enter()
+    os.environ["GLOO_SOCKET_IFNAME"] = ports[rank].interface
 
 
 @contextmanager

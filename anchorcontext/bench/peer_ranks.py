@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import signal
 import time
 import warnings
 from dataclasses import dataclass, field
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +17,7 @@ from ..errors import UserError
 from ..parallel import distributed_attention, make_plan
 from ..plan import CostModel
 from ..window import Window
-from .netns import LOOPBACK, Port, bytes_sent
+from .netns import LOOPBACK, bytes_sent
 from .peer_functions import CONTENDERS, FULL, PADDING, Case, Contender, Prepared
 
 LOOPBACK_BYTES_PER_SECOND = 1e9
@@ -32,7 +30,6 @@ FLOPS_PER_PAIR = 14
 """Times head dimension and query heads: 4 forward, 10 backward (FlashAttention's count)."""
 FLOPS_TOKENS = 2048
 FLOPS_REPEATS = 5
-GROUP_TIMEOUT = timedelta(minutes=3)
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -57,15 +54,8 @@ class Job:
     """... what its link moves each way: known to our planner."""
     exact: Path | None = None
     """Folder of the exact results, ``<function>.pt``; None: errors are not measured."""
-    ports: list[Port] | None = None
-    """The ranks' places in a network; None: they speak over this machine's loopback interface."""
-    meeting: Path | None = None
-    """A file that does not exist yet, through which they find each other there."""
-
-    @property
-    def interface(self) -> str:
-        """What the ranks speak over."""
-        return LOOPBACK if self.ports is None else self.ports[0].interface
+    interface: str = LOOPBACK
+    """What the ranks speak over."""
 
     def window(self, function: str) -> np.ndarray:
         """int64 (n + 1,): edges of the documents that ``function`` is measured on."""
@@ -124,8 +114,6 @@ def measure(rank: int, world_size: int, job: Job) -> list[RankResult]:
     _end_with_parent()
     # The peers call functions of torch that have new names.
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    if job.ports is not None:
-        _enter(rank, world_size, job.ports[rank], job.meeting)
     whole = job.tensors()
     results = [RankResult(contender.name, contender.function) for contender in CONTENDERS]
     runs: list[tuple[RankResult, _Run]] = []
@@ -254,20 +242,6 @@ def _attend(prepared: Prepared, tensors: Tensors) -> torch.Tensor:
     out = prepared.attend(q, k, v)
     out.backward(dout)
     return out.detach()
-
-
-def _enter(rank: int, world_size: int, port: Port, meeting: Path | None) -> None:
-    """Leave the loopback group for one that speaks through the port."""
-    dist.destroy_process_group()
-    port.enter()
-    os.environ["GLOO_SOCKET_IFNAME"] = port.interface
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=world_size,
-        timeout=GROUP_TIMEOUT,
-    )
 
 
 def _end_with_parent() -> None:

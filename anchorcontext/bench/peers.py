@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,9 +21,15 @@ import torch
 from ..plan.mixes import mix_lengths
 from ..testing import run_distributed
 from .exact import exact_attention
-from .netns import NetworkUnavailable, private_loopback, throttled_network
+from .netns import (
+    WIRE,
+    NetworkUnavailable,
+    enter_port,
+    private_loopback,
+    throttled_network,
+)
 from .peer_functions import CONTENDERS, FUNCTIONS
-from .peer_ranks import GROUP_TIMEOUT, Job, RankResult, flops_per_second, measure
+from .peer_ranks import Job, RankResult, flops_per_second, measure
 
 
 @dataclass(frozen=True)
@@ -47,6 +54,7 @@ BYTES_TARGET = 5.0
 """How many times fewer bytes than the thriftiest peer we mean to send."""
 
 TIMEOUT_SECONDS = 1800.0
+GROUP_TIMEOUT_SECONDS = 300.0
 PRELOAD = (
     "anchorcontext.bench.peer_ranks",
     "deepspeed.runtime.sequence_parallel.ulysses_sp",
@@ -177,7 +185,6 @@ def bench_peers(
                 flops_per_second=rate,
                 bytes_per_second=link or job.bytes_per_second,
                 exact=exact,
-                meeting=folder / f"meeting-{setting.name}",
             )
             try:
                 results = _merge(_run(here, workload.sp, link))
@@ -194,22 +201,24 @@ def _run(job: Job, sp: int, bytes_per_second: float | None) -> list[list[RankRes
     """The job on fresh ranks, joined by links of that speed or by a loopback interface."""
     if bytes_per_second is not None:
         with throttled_network(sp, bytes_per_second) as ports:
-            return _on_ranks(replace(job, ports=ports), sp)
+            return _on_ranks(replace(job, interface=WIRE), sp, partial(enter_port, ports))
     with ExitStack() as stack:
+        enter = None
         # Else the machine's own, whose counter also counts what other programs send.
         with suppress(NetworkUnavailable):
-            job = replace(job, ports=stack.enter_context(private_loopback(sp)))
-        return _on_ranks(job, sp)
+            enter = partial(enter_port, stack.enter_context(private_loopback(sp)))
+        return _on_ranks(job, sp, enter)
 
 
-def _on_ranks(job: Job, sp: int) -> list[list[RankResult]]:
+def _on_ranks(job: Job, sp: int, enter: Callable[[int], None] | None) -> list[list[RankResult]]:
     return run_distributed(
         measure,
         sp,
         job,
         timeout=TIMEOUT_SECONDS,
-        group_timeout=GROUP_TIMEOUT.total_seconds(),
+        group_timeout=GROUP_TIMEOUT_SECONDS,
         preload=PRELOAD,
+        enter=enter,
     )
 
 

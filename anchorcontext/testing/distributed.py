@@ -37,12 +37,14 @@ def run_distributed(
     group_timeout: float = 20.0,
     env: dict[str, str] | None = None,
     preload: tuple[str, ...] = (),
+    enter: Callable[[int], None] | None = None,
 ) -> list[Any]:
     """Call ``function(rank, world_size, *args)`` on ``world_size`` gloo ranks.
 
     Returns the ranks' results in rank order. The default process group is initialised before the
     call and destroyed after it. ``preload`` names modules that the fork server imports once (only
-    the first call of a session can add some).
+    the first call of a session can add some). ``enter(rank)`` is called before the group is made:
+    to move the rank into a network of its own.
 
     Raises:
         RuntimeError: a rank raised; the message carries the first failing rank's traceback.
@@ -50,7 +52,7 @@ def run_distributed(
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([*PRELOAD, *preload])
-    payload = _by_value(function, args)
+    payload = _by_value(function, (args, enter))
     with tempfile.TemporaryDirectory(prefix="anchorcontext-ranks-") as folder:
         environment = {
             "MASTER_ADDR": "127.0.0.1",
@@ -145,7 +147,9 @@ def _rank_main(
 
     torch.set_num_threads(1)
     try:
-        function, args = cloudpickle.loads(payload)
+        function, (args, enter) = cloudpickle.loads(payload)
+        if enter is not None:
+            enter(rank)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{folder}/store",

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,14 @@ from click.testing import CliRunner
 
 from anchorcontext.bench import netns, peers, peers_table
 from anchorcontext.bench.exact import exact_attention
-from anchorcontext.bench.netns import NetworkUnavailable, private_loopback, throttled_network
+from anchorcontext.bench.netns import (
+    LOOPBACK,
+    WIRE,
+    NetworkUnavailable,
+    enter_port,
+    private_loopback,
+    throttled_network,
+)
 from anchorcontext.bench.peer_functions import CONTENDERS, zigzag_rows
 from anchorcontext.bench.peers import (
     SETTINGS,
@@ -116,9 +124,8 @@ def test_zigzag_rows_hold_every_token_once_and_pad_documents_at_their_end():
     assert rows[0].tolist() == [0, -1, 1, 2, 15, 16, 17, 18, 19, -1, -1, -1]
 
 
-def send_to_the_next(rank, world, ports, meeting, count):
+def send_to_the_next(rank, world, interface, count):
     """Seconds to hand ``count`` bytes on, and what the interface sent."""
-    import os
     import time
 
     import torch
@@ -126,10 +133,6 @@ def send_to_the_next(rank, world, ports, meeting, count):
 
     from anchorcontext.bench.netns import bytes_sent
 
-    dist.destroy_process_group()
-    ports[rank].enter()
-    interface = os.environ["GLOO_SOCKET_IFNAME"] = ports[rank].interface
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world)
     mine, theirs = torch.ones(count, dtype=torch.uint8), torch.empty(count, dtype=torch.uint8)
     dist.barrier()
     sent, start = bytes_sent(interface), time.perf_counter()
@@ -141,15 +144,17 @@ def send_to_the_next(rank, world, ports, meeting, count):
     return time.perf_counter() - start, bytes_sent(interface) - sent
 
 
-def test_links_are_throttled_and_nothing_is_left_behind(network, tmp_path):
+def test_links_are_throttled_and_nothing_is_left_behind(network):
     before, files = host_interfaces(), len(os.listdir("/proc/self/fd"))
     with network(2, 2e6) as ports:
-        found = run_distributed(send_to_the_next, 2, ports, tmp_path / "wire", 1_000_000)
+        enter = partial(enter_port, ports)
+        found = run_distributed(send_to_the_next, 2, WIRE, 1_000_000, enter=enter)
     for seconds, sent in found:
         assert seconds > 0.4, "1 MB at 2 MB/s takes half a second"
         assert 1_000_000 <= sent < 1_100_000
     with private_loopback(2) as ports:
-        found = run_distributed(send_to_the_next, 2, ports, tmp_path / "lo", 1_000_000)
+        enter = partial(enter_port, ports)
+        found = run_distributed(send_to_the_next, 2, LOOPBACK, 1_000_000, enter=enter)
     for _, sent in found:
         assert 2_000_000 <= sent < 2_200_000, "one counter for both ranks, and for nobody else"
     with pytest.raises(RuntimeError), network(2, 2e6):
