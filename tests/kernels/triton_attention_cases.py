@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from anchorcontext import Window, distributed_attention, make_plan
 from anchorcontext.errors import UserError
 from anchorcontext.kernels import SoftmaxState, Tiles, get_engine
 from anchorcontext.kernels.anchored import (
@@ -231,6 +232,22 @@ def assert_close_lse(found, expected) -> None:
 def test_an_engine_without_anchors_gets_the_correction_afterwards(oracle):
     x = make_inputs(oracle, SEVERAL, (2, 1), torch.float32, 16, np.array([[0, 3, 20]]))
     assert_close(run(ReferenceEngine(), x, [SEVERAL]), expect(oracle, x, SEVERAL), 2e-6)
+
+
+def test_a_plan_gives_the_result_of_the_reference(oracle):
+    """Two windows with an anchor each, forward and backward, the engine chosen by name."""
+    documents = [[[1] * 5, [2] * 1, [3] * 9], [[4] * 7, [5] * 8]]
+    windows = [Window.from_documents(pieces, anchor_id=0) for pieces in documents]
+    generator = torch.Generator().manual_seed(4)
+    inputs = [torch.randn(2, heads, 16, 16, generator=generator) for heads in (2, 1, 1, 2)]
+    results = []
+    for engine in ("triton", "reference"):
+        q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
+        out = distributed_attention(q, k, v, make_plan(windows, engine=engine))
+        out.backward(inputs[3])
+        results.append((out.detach(), q.grad, k.grad, v.grad))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
 
 
 def test_work_is_listed_once_per_tile_list(oracle):
