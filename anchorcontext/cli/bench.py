@@ -12,6 +12,7 @@ from anchorcontext.cli.engines import kernels, numerics
 from anchorcontext.cli.kernels_aot import kernels_aot
 from anchorcontext.cli.packing import packing
 from anchorcontext.cli.scaling import growth, step
+from anchorcontext.cli.tokenising import data
 from anchorcontext.errors import UserError
 
 
@@ -251,6 +252,7 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 command.add_command(calibrate, "calibrate")
+command.add_command(data, "data")
 command.add_command(growth, "growth")
 command.add_command(kernels, "kernels")
 command.add_command(kernels_aot, "kernels-aot")

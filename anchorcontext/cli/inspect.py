@@ -31,6 +31,13 @@ MOST_DOCUMENTS = 40
 @click.option(
     "--window", "index", default=0, metavar="N", help="Which prepared window; 0 is first."
 )
+@click.option(
+    "--split",
+    type=click.Choice(["train", "validation"]),
+    default="train",
+    show_default=True,
+    help="Which prepared windows.",
+)
 @click.option("--documents", metavar="N,N,...", help="Documents of these lengths, without CONFIG.")
 @click.option("--mode", metavar="NAME", help="Attention mode; the config's otherwise.")
 @click.option("--sp", type=int, metavar="P", help="Ranks that share the window.")
@@ -42,6 +49,7 @@ def command(
     config_path: Path | None,
     overrides: tuple[str, ...],
     index: int,
+    split: str,
     documents: str | None,
     mode: str | None,
     sp: int | None,
@@ -71,7 +79,7 @@ def command(
         from anchorcontext.config import load_config
 
         config = load_config(config_path, list(overrides))
-        window, names = _prepared_window(config, index, mode)
+        window, names = _prepared_window(config, split, index, mode)
         sp = config.parallel.sp if sp is None else sp
         model, cost = _model(config, sp)
         layout = layout or config.attention.layout
@@ -114,12 +122,12 @@ def _example_window(documents: str, mode: str) -> Window:
 
 
 def _prepared_window(
-    config: Config, index: int, mode: str | None
+    config: Config, split: str, index: int, mode: str | None
 ) -> tuple[Window, Callable[[int], str]]:
     """Window ``index`` of the config's prepared data, and what to call its runs."""
     from anchorcontext.data.store import ANCHOR_DOCUMENT, COPY_START, WindowDataset
 
-    dataset = WindowDataset(config.data.path)
+    dataset = WindowDataset(config.data.path, split)
     if not 0 <= index < len(dataset):
         raise UserError(
             f"--window {index}: {dataset.path} holds windows 0 to {len(dataset) - 1}; choose one"

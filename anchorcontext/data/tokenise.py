@@ -13,6 +13,9 @@ from .sources import Chunk, Document, Position, Problem, ProblemLog, Source, sif
 from .sources.opening import CHUNK_BYTES, read_chunks
 from .tokens import PART_TOKENS, PartWriter, Progress, complete_parts
 
+# Starting processes takes longer: each imports this package and the tokenizer.
+SMALL_BYTES = 1 << 24
+
 Report = Callable[[str, int, int | None], None]
 """Called with (stage, done, total): bytes, documents or windows; total None where unknown."""
 
@@ -27,11 +30,13 @@ def tokenise(
     report: Report,
     chunk_bytes: int = CHUNK_BYTES,
     part_tokens: int = PART_TOKENS,
+    small_bytes: int = SMALL_BYTES,
 ) -> tuple[Progress, ProblemLog]:
     """Write the parts of ``folder`` that are missing.
 
     The documents, their order and their tokens depend on the corpus and the encoder alone: not on
-    ``workers`` (None: one a core), nor on kills in between.
+    ``workers`` (None: one a core), nor on kills in between. A corpus of less than ``small_bytes``
+    is tokenised in this process.
 
     Raises:
         UserError: an entry is no document and ``on_error`` is ``"stop"``; a worker was ended.
@@ -45,7 +50,8 @@ def tokenise(
         report("tokenise", writer.progress.size, total)
         positions: deque[Position] = deque()
         chunks = _noting(read_chunks(sources, writer.progress.after, chunk_bytes), positions)
-        results = encode_chunks(encoder, chunks, workers or usable_cores())
+        small = total is not None and total < small_bytes
+        results = encode_chunks(encoder, chunks, 1 if small else workers or usable_cores())
         for result in results:
             if result.problems:
                 _note(result, results, log)

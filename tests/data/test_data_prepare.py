@@ -293,7 +293,8 @@ def contents(folder):
 
 
 def small_pieces(monkeypatch, chunk_bytes=200, part_tokens=500):
-    cut = partial(pipeline.tokenise, chunk_bytes=chunk_bytes, part_tokens=part_tokens)
+    sizes = {"chunk_bytes": chunk_bytes, "part_tokens": part_tokens, "small_bytes": 0}
+    cut = partial(pipeline.tokenise, **sizes)
     monkeypatch.setattr(pipeline, "tokenise", cut)
 
 
@@ -483,8 +484,10 @@ def test_a_folder_of_something_else_is_never_replaced(config, tmp_path):
 def test_the_command_prints_and_writes_the_account(config, tmp_path):
     save_config(config(), tmp_path / "config.yaml")
     arguments = ["prepare", str(tmp_path / "config.yaml"), "--json", str(tmp_path / "r.json")]
-    result = CliRunner().invoke(group, arguments)
+    result = CliRunner().invoke(group, [*arguments, "--png", str(tmp_path / "lengths.png")])
     assert result.exit_code == 0, result.output
+    assert (tmp_path / "lengths.png").stat().st_size > 10_000
+    assert all(text in result.output for text in ("tokens, at least", "dropped", "median"))
     report = json.loads((tmp_path / "r.json").read_text())
     assert f"{report['tokens_in']:,}" in result.output and "prose" in result.output
     assert report["windows"] == len(WindowDataset(tmp_path / "out"))
