@@ -217,8 +217,8 @@ class DataSection(Section):
     workers: PositiveInt | None = None
     """Processes that tokenise; null is one for each core. The result does not depend on it."""
 
-    max_document_characters: PositiveInt = 100_000_000
-    """Longer documents are broken entries: a worker takes some 50 bytes a character."""
+    max_document_characters: PositiveInt = 25_000_000
+    """Longer documents are broken entries: a worker takes up to 200 bytes a character."""
 
     shares: Annotated[dict[Text, PositiveFloat], Field(min_length=1)] | None = None
     """Weights of the sources' tokens, by name; null keeps everything. As much is kept as the shares
