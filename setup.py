@@ -61,9 +61,11 @@ setup(
         "eval": ["lm_eval[hf]>=0.4.13", "wonderwords>=2.2", "nltk>=3.9"],
         "wandb": ["wandb>=0.31"],
         "tensorboard": ["tensorboard>=2.18"],
+        "hub": ["datasets>=4"],  # data sets of the hub; other corpora need pyarrow alone
         "gguf": ["gguf>=0.17", "accelerate>=1.8"],  # transformers reads GGUF files with both
         "dev": [
             "build>=1.2",
+            "datasets>=4",
             "hypothesis>=6.130",
             "liger-kernel==0.8.5",
             "mypy>=2.0,<3",
