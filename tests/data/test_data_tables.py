@@ -69,6 +69,8 @@ def test_load_dataset_opens_a_folder_and_goes_on_after_a_chunk(tmp_path, monkeyp
     source = open_source(entry(tmp_path / "data", kind="datasets", streaming=streaming))
     documents, _ = read(source)
     assert [document.text for document in documents] == [row["text"] for row in ROWS]
+    again = open_source(entry(tmp_path / "data", kind="datasets", streaming=streaming))
+    assert source.digest() == again.digest()
     chunks = list(source.chunks((), 300))
     assert len(chunks) > 3
     for chunk, following in itertools.pairwise(chunks):
