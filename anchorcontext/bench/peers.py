@@ -192,6 +192,11 @@ def bench_peers(
                 tell(f"{setting.name}: left out; {reason}")
                 found.append(SettingResult(setting, link, str(reason), []))
                 continue
+            except (RuntimeError, TimeoutError) as failure:  # keep what the others measured
+                tell(f"{setting.name}: {failure}")
+                last_line = str(failure).strip().splitlines()[-1]
+                found.append(SettingResult(setting, link, f"a rank failed: {last_line}", []))
+                continue
             found.append(SettingResult(setting, link, None, results))
             exact = None
     return PeersReport(len(job.cu_seqlens) - 1, job.full_tokens, rate, found)

@@ -42,14 +42,20 @@ LENGTHS = (69, 5, 130, 1, 180, 120)
 OUT_TOLERANCE, GRADIENT_TOLERANCE = 0.03, 0.15
 
 
-@pytest.fixture
-def network():
-    """A function that makes a throttled network, where this machine and user can."""
+def why_no_network():
+    """Why this machine and user cannot make a throttled network; None where they can."""
     try:
         with throttled_network(1, 1e6):
-            pass
+            return None
     except NetworkUnavailable as reason:
-        pytest.skip(str(reason))
+        return str(reason)
+
+
+@pytest.fixture
+def network():
+    reason = why_no_network()
+    if reason is not None:
+        pytest.skip(reason)
     return throttled_network
 
 
@@ -70,10 +76,9 @@ def tiny(repeats=1):
 
 def test_everyone_computes_what_it_claims_and_ours_sends_what_its_plan_predicts(monkeypatch):
     monkeypatch.setitem(mixes.MIXES, "tiny", lambda tokens, seed: np.array(LENGTHS))
-    report = peers.bench_peers(tiny(), [SETTINGS["nvlink"]])
-    if report.settings[0].unavailable is not None:  # without root
-        report = peers.bench_peers(tiny(), [SETTINGS["loopback"]])
-    throttled = report.settings[0].bytes_per_second is not None
+    throttled = why_no_network() is None
+    report = peers.bench_peers(tiny(), [SETTINGS["nvlink" if throttled else "loopback"]])
+    assert report.settings[0].unavailable is None
     assert report.documents == len(LENGTHS) + 1
     assert len(report.settings[0].results) == len(CONTENDERS)
     for result in report.settings[0].results:
@@ -180,6 +185,19 @@ def test_a_killed_process_takes_its_network_along(network):
 
 def host_interfaces():
     return sorted(os.listdir("/sys/class/net"))
+
+
+def test_a_setting_that_fails_does_not_take_the_others_along(monkeypatch):
+    def on_ranks(job, sp, enter):
+        raise RuntimeError("rank 1 of 4 failed:\nTraceback\nRuntimeError: connection closed")
+
+    monkeypatch.setitem(mixes.MIXES, "tiny", lambda tokens, seed: np.array(LENGTHS))
+    monkeypatch.setattr(peers, "run_distributed", lambda *args, **kwargs: [1e10] * 4)
+    monkeypatch.setattr(peers, "_on_ranks", on_ranks)
+    heard = []
+    report = peers.bench_peers(tiny(), [SETTINGS["loopback"]], heard.append)
+    assert report.settings[0].unavailable == "a rank failed: RuntimeError: connection closed"
+    assert "Traceback" in heard[-1]
 
 
 def test_without_root_the_reason_is_named(monkeypatch):
