@@ -55,6 +55,9 @@ def test_the_config_that_prepared_the_windows_agrees(windows, config_of):
     ("change", "message"),
     [
         ({"add_eos": False}, "data.add_eos = False, prepared with True"),
+        ({"tags": "{source}: "}, "data.tags = '{source}: ', prepared with None"),
+        ({"interleave": True}, "data.interleave = {'pieces': [2, 3]"),
+        ({"packing": {"method": "best_fit"}}, "data.packing = {'method': 'best_fit'"),
         ({"anchor": 5}, "data.anchor = 5, prepared with 'auto'"),
         ({"min_document_tokens": 9}, "data.min_document_tokens = 9, prepared with 1"),
         ({"window_tokens": 32}, "data.window_tokens = 32, prepared with 64"),
@@ -84,3 +87,11 @@ def test_a_trained_tokenizer_is_compared_by_its_size(config_of):
     other = config_of("trained", tokenizer=None, train_tokenizer={"vocab_size": 280})
     with pytest.raises(UserError, match="vocab_size = 280, prepared with 270"):
         check_prepared(windows, other)
+
+
+def test_options_with_sections_agree_with_what_was_written(config_of):
+    options = {"interleave": True, "upsample": {"keep": 1.0}, "tags": "{source}: "}
+    config = config_of("options", **options)
+    prepare(config)
+    check_prepared(WindowDataset(config.data.path), config)
+    assert prepare(config).reused
