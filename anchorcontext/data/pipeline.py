@@ -160,8 +160,8 @@ def _name_full_disk(path: Path) -> Iterator[None]:
             raise
         raise UserError(
             f"no space left on the disk of {path}: prepare needs about 8 bytes a token while it "
-            f"runs, and half of that afterwards; free some and run it again: it continues with what "
-            f"is complete in {path}.incomplete"
+            "runs, and half of that afterwards; free some and run it again: it continues with "
+            f"what is complete in {path}.incomplete"
         ) from error
 
 

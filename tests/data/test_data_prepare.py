@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from anchorcontext.cli import group
 from anchorcontext.config import parse_config, save_config
@@ -117,6 +118,50 @@ def test_kept_and_dropped_are_what_went_in(config):
     assert tokens_in == tokens_out == sum(part.tokens for part in report.sources.values())
     assert report.tokens_kept == sum(part.kept for part in report.sources.values())
     assert report.eos_added == 0
+
+
+@pytest.mark.parametrize("kind", ["adds it", "template renders it", "neither", "already there"])
+def test_one_bos_a_window_whatever_the_tokenizer_does(config, tmp_path, tokenizer_folder, kind):
+    tokenizer = load_tokenizer(tokenizer_folder)
+    bos = tokenizer.bos_token_id
+    assert tokenizer("x").input_ids[0] == bos
+    if kind == "neither":
+        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel()
+        assert tokenizer("x").input_ids[0] != bos
+    texts = ["first words", "more words", "last words"]
+    if kind == "template renders it":
+        tokenizer.chat_template = "{{ bos_token }}{{ messages[0].content }}"
+        texts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False)
+            for text in texts
+        ]
+    elif kind == "already there":
+        texts = [tokenizer.decode(tokenizer(text).input_ids) for text in texts]
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    report = prepare(
+        config(
+            sources=[{"path": str(tmp_path / "rows.jsonl")}], tokenizer=str(tmp_path / "tokenizer")
+        )
+    )
+    (record,) = WindowDataset(report.path)
+    assert (record.input_ids == bos).nonzero()[0].tolist() == [0]
+    text = tokenizer.decode(record.input_ids[1:].tolist())
+    assert text == "".join(f"{part} words<|eos|>" for part in ("first", "more", "last"))
+
+
+def test_the_anchors_id_inside_a_document_is_a_token_like_any_other(config, tmp_path):
+    texts = ["one<|bos|>two", "three<|bos|><|bos|>four"]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
+    report = prepare(config(sources=[{"path": str(tmp_path / "rows.jsonl")}]))
+    (record,) = WindowDataset(report.path)
+    window = record.window("anchor")
+    assert (record.input_ids == record.input_ids[0]).sum() == 4
+    assert len(set(window.doc_ids.tolist())) == 3 and report.dropped == {}
+    assert [int(n) for n in np.diff(record.cu_seqlens)][1:] == [
+        WindowDataset(report.path).document(i).num_tokens for i in (0, 1)
+    ]
 
 
 def held_out_names(path):

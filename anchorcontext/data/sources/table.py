@@ -22,6 +22,10 @@ SUFFIXES = (PARQUET, ".arrow")
 STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
+class MissingColumn(Exception):
+    """A table without a column that its source names."""
+
+
 @dataclass(frozen=True)
 class TableChunk:
     """Rows of one table, the first of them row ``first_row``; or why there are none."""
@@ -101,9 +105,9 @@ class Tables:
                 after = (index, row + rows.num_rows)
                 yield TableChunk(self.reader, str(path), name, row, rows, after)
                 row += rows.num_rows
-        except (OSError, pa.ArrowException) as error:
-            detail = str(error).splitlines()[0]
-            problem = Problem(self.name, f"{path}:{row}", "unreadable file", detail)
+        except (OSError, pa.ArrowException, MissingColumn) as error:
+            kind = "no such column" if isinstance(error, MissingColumn) else "unreadable file"
+            problem = Problem(self.name, f"{path}:{row}", kind, str(error).splitlines()[0])
             yield TableChunk(self.reader, str(path), name, row, None, (index + 1, 0), problem)
 
 
@@ -168,7 +172,7 @@ def _columns(path: Path, reader: RowReader, names: Sequence[str]) -> list[str]:
     """The columns to read.
 
     Raises:
-        pa.ArrowInvalid: the table lacks one.
+        MissingColumn: the table lacks one.
     """
     found = []
     for field, optional in reader.fields:
@@ -176,7 +180,7 @@ def _columns(path: Path, reader: RowReader, names: Sequence[str]) -> list[str]:
         if column in names:
             found.append(column)
         elif not optional:
-            raise pa.ArrowInvalid(f"no column {column!r}, but {', '.join(names[:8])}")
+            raise MissingColumn(f"{column!r}, but {', '.join(names[:8])}")
     return list(dict.fromkeys(found))
 
 
