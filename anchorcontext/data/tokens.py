@@ -13,8 +13,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +27,8 @@ from .encode import EncodedChunk
 from .sources import Position, Problem
 
 DOCUMENT_ROWS = 1 << 16
-PART_TOKENS = 1 << 24  # 64 MiB of ids: what a kill loses at most, and what is kept in memory
+PART_TOKENS = 1 << 24  # 64 MiB of ids, kept in memory until they are written
+PART_SECONDS = 30.0  # what a kill loses at most
 SCHEMA = pa.schema(
     {
         "source": pa.dictionary(pa.int32(), pa.string()),
@@ -52,9 +56,10 @@ class Progress:
 
 @dataclass
 class PartWriter:
-    """Collects encoded chunks and writes a part when ``part_tokens`` are together.
+    """Collects encoded chunks and writes a part of ``part_tokens``, or of ``PART_SECONDS``.
 
-    It continues behind the complete parts of ``folder``.
+    It continues behind the complete parts of ``folder``. What is read from the parts does not
+    depend on where one ends.
     """
 
     folder: Path
@@ -68,6 +73,7 @@ class PartWriter:
         self.progress = parts[-1][0] if parts else Progress()
         self._chunks: list[EncodedChunk] = []
         self._tokens = 0
+        self._written = time.monotonic()
 
     def add(self, chunk: EncodedChunk, after: Position) -> None:
         """Take the next chunk of the corpus, which goes on at ``after``."""
@@ -81,7 +87,8 @@ class PartWriter:
         progress.rendered_documents += chunk.rendered_documents
         progress.eos_added += chunk.eos_added
         progress.size += chunk.size
-        if self._tokens >= self.part_tokens:
+        late = time.monotonic() - self._written > PART_SECONDS
+        if self._tokens >= self.part_tokens or late:
             self._write()
 
     def finish(self) -> None:
@@ -102,6 +109,7 @@ class PartWriter:
         beside.replace(path.with_suffix(".json"))
         self.num_parts += 1
         self._chunks, self._tokens = [], 0
+        self._written = time.monotonic()
 
 
 def sync(path: Path) -> None:
@@ -151,7 +159,7 @@ class TokenisedCorpus:
         ids = [batch.column("input_ids") for batch in self._batches]
         self._offsets = [column.offsets.to_numpy() for column in ids]
         self._values = [column.values.to_numpy() for column in ids]
-        self._ends = np.cumsum([batch.num_rows for batch in self._batches], dtype=np.int64)
+        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
         self.lengths = np.concatenate(
             [np.zeros(0, dtype=np.int64), *(np.diff(o).astype(np.int64) for o in self._offsets)]
         )
@@ -169,8 +177,8 @@ class TokenisedCorpus:
 
     def ids(self, document: int, start: int, length: int) -> np.ndarray:
         """``length`` tokens of a document from ``start`` on, int32, a view of the file."""
-        part = int(np.searchsorted(self._ends, document, side="right"))
-        row = document - (int(self._ends[part - 1]) if part else 0)
+        part = bisect_right(self._ends, document)
+        row = document - (self._ends[part - 1] if part else 0)
         begin = int(self._offsets[part][row]) + start
         values: np.ndarray = self._values[part][begin : begin + length]
         return values
