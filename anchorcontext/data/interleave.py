@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from .draws import draw, uniform
-from .segments import Segments
+from .segments import Segments, distinct
 
 
 def interleave(
@@ -69,7 +69,7 @@ def _cut(
     # Segment and offset as one number: each segment is an interval of one line, cut at points.
     ends = np.cumsum(lengths)
     begins = ends - lengths
-    edges = np.union1d(np.r_[begins, ends[-1:]], begins[segment] + at)
+    edges = distinct(begins, ends[-1:], begins[segment] + at)
     parent = np.searchsorted(ends, edges[:-1], side="right")
     return parent, edges[:-1] - begins[parent], edges[1:] - begins[parent]
 

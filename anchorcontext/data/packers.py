@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 
 from .best_fit import best_fit
-from .segments import Documents, Dropped, Segments
+from .segments import Documents, Dropped, Segments, distinct
 
 TOO_LONG = "longer_than_window"
 
@@ -33,7 +33,7 @@ def concat(
     ends = np.cumsum(documents.lengths)
     total = int(ends[-1]) if len(ends) else 0
     cuts = _cuts(documents, capacity) if total else np.zeros(0, dtype=np.int64)
-    edges = np.union1d(np.r_[np.int64(0), ends], cuts) if total else np.zeros(1, dtype=np.int64)
+    edges = distinct(np.zeros(1, dtype=np.int64), ends, cuts)
     begins = edges[:-1]
     parents = np.searchsorted(ends, begins, side="right")
     segments = Segments(
