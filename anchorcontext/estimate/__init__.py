@@ -7,7 +7,15 @@ between ranks), ``memory``, ``time``, ``report``. ``docs/planning.md`` derives e
 from ..hardware import Hardware, load_hardware, profile_names
 from ..watch.sizes import ModelSizes, model_sizes
 from .memory import MemoryEstimate, StateMemory, activation_memory, estimate_memory, state_memory
-from .report import KINDS, ModeEstimate, PlanEstimate, WorldEstimate, estimate_plan, fit_world
+from .report import (
+    KINDS,
+    ModeEstimate,
+    PlanEstimate,
+    WorldEstimate,
+    estimate_plan,
+    fit_world,
+    micro_batch_memory,
+)
 from .shape import configured_sizes
 from .windows import MIXES, default_mix, sample_windows
 
@@ -28,6 +36,7 @@ __all__ = [
     "estimate_plan",
     "fit_world",
     "load_hardware",
+    "micro_batch_memory",
     "model_sizes",
     "profile_names",
     "sample_windows",

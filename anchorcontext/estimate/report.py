@@ -281,6 +281,23 @@ def _mode(
     )
 
 
+def micro_batch_memory(
+    config: Config, sizes: ModelSizes, hardware: Hardware, world_size: int, windows: list[Window]
+) -> MemoryEstimate:
+    """Memory of the busiest rank of the configured run when a micro-batch is ``windows``.
+
+    Raises:
+        UserError: the config does not fit the world, or its heads the exchange.
+    """
+    shape, cost = config.check_world(world_size), cost_model(config, sizes, hardware)
+    batch = [window.with_mode(config.attention.mode) for window in windows]
+    plan = plan_batch(batch, shape.sp, **plan_options(config.attention, cost))
+    check_heads(sizes.num_heads, sizes.num_kv_heads, plan.ulysses)
+    found = plan_micro_batch(plan, sizes, config, hardware, shape.dp)
+    states = state_memory(sizes, config, world_size, lazy=hardware.kind == "cpu")
+    return _memory(states, config, sizes, hardware, shape.accumulation, plan, found)
+
+
 def _memory(
     states: StateMemory,
     config: Config,

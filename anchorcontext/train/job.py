@@ -25,6 +25,7 @@ from ..window import Window
 from .costs import cost_model, plan_options
 from .engine import build_engine
 from .launch import start_process
+from .preflight import Preflight, check_links, check_same_data, check_same_setup
 from .seeds import seed_everything, use_deterministic_operators
 
 if TYPE_CHECKING:
@@ -39,17 +40,21 @@ MOST_AHEAD = 8
 class Job:
     """The parts of a run in the order in which they depend on each other; collective.
 
+    Args:
+        preflight: further checks between the data and the model.
+
     Raises:
         UserError: config, data, model or ranks do not fit together; on every rank alike.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, preflight: Preflight | None = None) -> None:
         self.config = config
         if config.train.deterministic:
             use_deterministic_operators()
         self.process = start_process()
         self.control = self.process.control
         self.device = self.process.device
+        check_same_setup(config, self.control)
         with self.control.together("checking the config"):
             self.shape = config.check_world(self.process.world_size)
             hardware = load_hardware(config.parallel.hardware)
@@ -60,6 +65,10 @@ class Job:
         with self.control.together("opening the data"):
             self.dataset = open_dataset(config)
             self.loader = build_loader(config, self.dataset, self.mesh)
+        check_same_data(self.dataset, self.control)
+        check_links(self.process)
+        if preflight is not None:
+            preflight(config, self.process, self.mesh, self.dataset)
         with self.control.together("building the model"):
             self.train_model = self._build_model()
             self.cost = cost_model(config, sizes_of(self.train_model.causal_lm), hardware)
