@@ -14,7 +14,7 @@ export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint style type test gpu-check parity demo demo-smollm2 docs wheel clean
+.PHONY: help venv lint style type test chaos gpu-check parity demo demo-smollm2 docs wheel clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,9 @@ gpu-check: ## Check every engine on this machine's GPU; GPU_CHECK="--device cpu 
 	@rm -rf build/gpu && mkdir -p build/gpu/anchorcontext
 	@ln -s $(addprefix ../../../,$(wildcard anchorcontext/*) kernels) build/gpu/anchorcontext/
 	PYTHONPATH=build/gpu $(PYTHON) -m anchorcontext.bench.gpu_check $(GPU_CHECK)
+
+chaos: venv ## Kill, starve and damage one training run 40 times; CHAOS="--faults 10 --seed 1".
+	OMP_NUM_THREADS=1 $(BIN)/python tests/train/chaos.py $(CHAOS)
 
 parity: venv ## Compare the distributed demo model with a single device.
 	OMP_NUM_THREADS=1 RANKS=2 BIN=$(BIN) launch/torchrun.sh parity configs/demo.yaml

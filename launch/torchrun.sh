@@ -36,4 +36,5 @@ else
 fi
 
 exec "$launcher" "${rendezvous[@]}" --nproc-per-node "$((RANKS > 0 ? RANKS : 1))" \
-    --max-restarts "${RESTARTS:-0}" -m anchorcontext "$@"
+    --max-restarts "${RESTARTS:-0}" --signals-to-handle SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 \
+    -m anchorcontext "$@"

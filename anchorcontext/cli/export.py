@@ -11,7 +11,6 @@ from anchorcontext.cli.common import Outcome, echo, plain_command
 from anchorcontext.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedConfig
 
     from anchorcontext.config import Config
@@ -39,19 +38,18 @@ def command(
     CHECKPOINT_OR_RUN is one checkpoint (a folder step-000100), or a run, of which the latest
     complete checkpoint is taken. Every ZeRO stage works; neither ranks nor a GPU are needed.
     """
+    from transformers import AutoConfig
+
     from anchorcontext.config import load_config
     from anchorcontext.model.export import export_model
-    from anchorcontext.model.load import DTYPES, build_config
+    from anchorcontext.model.load import DTYPES
+    from anchorcontext.train.checkpoint_files import HF
     from anchorcontext.train.consolidate import load_consolidated_state_dict
 
     checkpoint = find_checkpoint(source)
     config = load_config(checkpoint / "config.yaml")
     weights = load_consolidated_state_dict(checkpoint)
-    hf_config = build_config(
-        config.model,
-        window_tokens=config.data.window_tokens,
-        vocab_size=_vocabulary(weights) if config.model.scratch is not None else None,
-    )
+    hf_config = AutoConfig.from_pretrained(checkpoint / HF)
     tokenizer = tokenizer or _prepared_tokenizer(config)
     if config.model.scratch is not None and tokenizer is not None:
         _adopt_special_tokens(hf_config, tokenizer)
@@ -79,7 +77,7 @@ def find_checkpoint(source: Path) -> Path:
     Raises:
         UserError: there is no complete checkpoint.
     """
-    from anchorcontext.train.checkpoint import MANIFEST, find_checkpoints
+    from anchorcontext.train.checkpoint_files import MANIFEST, find_checkpoints
 
     if (source / MANIFEST).is_file():
         return source
@@ -92,12 +90,6 @@ def find_checkpoint(source: Path) -> Path:
             "checkpoints, and train with checkpoint.final or checkpoint.every"
         )
     return complete[-1].path
-
-
-def _vocabulary(weights: dict[str, torch.Tensor]) -> int | None:
-    """Rows of the embedding: the vocabulary of a model from scratch is its tokenizer's."""
-    rows = [len(weight) for name, weight in weights.items() if name.endswith("embed_tokens.weight")]
-    return rows[0] if rows else None
 
 
 def _adopt_special_tokens(hf_config: PreTrainedConfig, tokenizer: Path) -> None:

@@ -62,6 +62,7 @@ def _print_report(report: TrainReport) -> None:
     echo_table(
         [
             ("steps", f"{report.first_step} -> {report.step} ({report.num_skipped} skipped)"),
+            ("stopped by", report.stopped_by or "-"),
             ("loss, first -> last", f"{_loss(report.first_loss)} -> {_loss(report.last_loss)}"),
             ("tokens/s, whole job", f"{report.tokens_per_second:,.0f}"),
             ("peak memory of a rank", f"{report.peak_memory_bytes / gib:.2f} GiB"),
@@ -69,6 +70,10 @@ def _print_report(report: TrainReport) -> None:
             (
                 "largest logit difference",
                 "-" if difference is None else f"{difference:.2e} in {report.parity_checks} checks",
+            ),
+            (
+                "lost to saving",
+                f"{report.seconds_saving:,.1f} s, {report.failed_saves} saves failed",
             ),
             ("checkpoint", str(report.checkpoint or "-")),
             ("run folder", str(report.run_dir)),

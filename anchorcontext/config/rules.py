@@ -36,6 +36,7 @@ def broken_rules(config: Config) -> list[Problem]:
         *_data(config),
         *_windows(config),
         *_train(config),
+        *_checkpoint(config),
         *_exchange(config),
         *_backend(config),
         *contradictions(config),
@@ -224,6 +225,17 @@ def _train(config: Config) -> Iterator[Problem]:
             schedule.warmup_steps,
             f"must not exceed train.steps = {train.steps}",
             f"set it to {train.steps} or less",
+        )
+
+
+def _checkpoint(config: Config) -> Iterator[Problem]:
+    snapshots, steps = config.checkpoint.snapshots, config.train.steps
+    if snapshots is not None and (snapshots.last - 1) * snapshots.apart >= steps:
+        yield Problem(
+            "checkpoint.snapshots.last",
+            snapshots.last,
+            f"snapshots {snapshots.apart} steps apart must fit into train.steps = {steps}",
+            f"set it to {(steps - 1) // snapshots.apart + 1} or less",
         )
 
 

@@ -56,7 +56,10 @@ class Config(Section):
     """The training loop."""
 
     checkpoint: sections.CheckpointSection = Field(default_factory=sections.CheckpointSection)
-    """When checkpoints are written and how many are kept."""
+    """When checkpoints are written and which are kept."""
+
+    guards: sections.GuardsSection = Field(default_factory=sections.GuardsSection)
+    """What happens when a step goes wrong."""
 
     parity: sections.ParitySection = Field(default_factory=sections.ParitySection)
     """The distributed run against a single device."""

@@ -389,17 +389,71 @@ class TrainSection(Section):
     """Steps between two lines of metrics."""
 
 
+class SnapshotsSection(Section):
+    """The checkpoints at the end whose scores are averaged; the defaults are the paper's."""
+
+    last: PositiveInt = 5
+    """Number of checkpoints."""
+
+    apart: PositiveInt = 10
+    """Steps between two of them; the last one is that of the last step."""
+
+
 class CheckpointSection(Section):
-    """When checkpoints are written and how many are kept."""
+    """When checkpoints are written and which are kept."""
 
     every: PositiveInt | None = None
-    """Steps between checkpoints; null writes none but the final one."""
+    """Steps between checkpoints; null writes none but those that other keys here ask for."""
 
     keep: PositiveInt = 2
     """Newest checkpoints kept."""
 
+    keep_every: PositiveInt | None = None
+    """Steps between checkpoints that are kept for good; null keeps none."""
+
+    snapshots: SnapshotsSection | None = None
+    """Checkpoints at equal distances up to the last step, kept for good: ``{last: 5, apart: 10}``;
+    null keeps none."""
+
     final: bool = True
     """Write one after the last step."""
+
+    background: bool = False
+    """Write in a thread while training goes on, from a copy of the state in the host's memory."""
+
+    failures: PositiveInt = 3
+    """Saves that fail in a row (a full disk) before the run stops; a final one stops it at once."""
+
+
+class SpikeSection(Section):
+    """A value that jumps over what it was."""
+
+    factor: Annotated[float, Field(gt=1)]
+    """Times the median of the recent steps."""
+
+    action: Literal["log", "skip", "stop"] = "log"
+    """``log`` it; ``skip`` the step, so that it is not applied; ``stop`` the run."""
+
+
+class GuardsSection(Section):
+    """What happens when a step goes wrong. What the step was made of goes to ``RUN/guards``."""
+
+    max_skipped: PositiveInt = 3
+    """Steps in a row with a loss or gradient that is not finite before the run stops; such a step
+    is never applied."""
+
+    loss_spike: SpikeSection | None = None
+    """A loss far above the recent ones; null does not look."""
+
+    gradient_spike: SpikeSection | None = None
+    """A gradient norm, before clipping, far above the recent ones; null does not look."""
+
+    recent: PositiveInt = 50
+    """Steps whose median a spike is measured by."""
+
+    slow_step: Annotated[float, Field(gt=1)] | None = 10.0
+    """Write the stacks of all threads when a step takes this times the median step, and 20 s; null
+    never does."""
 
 
 class ParitySection(Section):

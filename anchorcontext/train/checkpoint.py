@@ -1,31 +1,16 @@
-"""Atomic checkpoints: a folder is complete or it does not count.
-
-::
-
-    checkpoints/
-      step-000010/            complete: written as step-000010.tmp, synced, then renamed
-        manifest.json         step, world layout, versions, every file with its size; written last
-        trainer.json          data position and what else the loop needs
-        config.yaml           the resolved config
-        engine/               DeepSpeed: weights, optimiser state, schedule, per-rank ZeRO shards
-        ranks/rank-00000.pt   random number generators of each rank
-      step-000020.tmp/        torn: a crash during writing; ignored, and removed by the next save
-
-No file points to the latest checkpoint: the latest is the complete folder with the highest step.
-The folder must be one that all ranks see.
-"""
+"""Atomic checkpoints: a folder is complete or it does not count; see :mod:`.checkpoint_files`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import random
-import re
 import shutil
-import zipfile
-import zlib
-from collections.abc import Iterable, Iterator
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,166 +20,126 @@ import torch
 
 from ..config import Config, save_config
 from ..errors import UserError
-from .control import Control
+from .checkpoint_files import (
+    BESIDE,
+    CONFIG,
+    ENGINE_TAG,
+    HF,
+    RANKS,
+    TRAINER,
+    Checkpoint,
+    WorldLayout,
+    damage,
+    discard,
+    files_of_rank,
+    find_checkpoints,
+    read_checkpoint,
+    sync,
+    write_manifest,
+)
+from .control import Control, RankError
+from .reshard import load_into
+from .retention import disposable
+from .shards import SavedEngine, names_for_reading
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
-MANIFEST = "manifest.json"
-ENGINE_TAG = "engine"
-BESIDE = ".tmp"
+
+class SaveError(UserError):
+    """A checkpoint could not be written; raised on every rank alike. Earlier ones are intact."""
 
 
 @dataclass(frozen=True)
-class WorldLayout:
-    """What the sharded state of a checkpoint fits: it can be loaded into an equal layout only."""
+class _Pending:
+    """A checkpoint that this rank writes."""
 
-    world_size: int
-    sp: int
-    zero_stage: int
-    dtype: str
-
-    @classmethod
-    def of(cls, config: Config, world_size: int) -> WorldLayout:
-        """The layout of a run."""
-        return cls(world_size, config.parallel.sp, config.train.zero_stage, config.model.dtype)
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint on disk."""
-
-    path: Path
-    manifest: dict[str, Any]
-
-    @property
-    def step(self) -> int:
-        """Optimiser steps done."""
-        return int(self.manifest["step"])
-
-    @property
-    def layout(self) -> WorldLayout:
-        """The ranks and stage that wrote it."""
-        return WorldLayout(**self.manifest["layout"])
-
-    def trainer_state(self) -> dict[str, Any]:
-        """What the loop saved beside the engine."""
-        return dict(json.loads((self.path / "trainer.json").read_text()))
-
-
-def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
-    """The complete checkpoints of ``folder`` by step, and what is torn there, with the reason."""
-    complete, torn = [], []
-    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if not re.fullmatch(rf"step-\d+({re.escape(BESIDE)})?", path.name):
-            continue
-        try:
-            complete.append(read_checkpoint(path))
-        except UserError as error:
-            torn.append(str(error))
-    return sorted(complete, key=lambda checkpoint: checkpoint.step), torn
-
-
-def read_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in ``path``.
-
-    Raises:
-        UserError: it is not complete; the message says what is missing.
-    """
-    if path.name.endswith(BESIDE):
-        raise UserError(f"{path}: was not written to its end")
-    try:
-        manifest = json.loads((path / MANIFEST).read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: its {MANIFEST} cannot be read: {error}") from None
-    for name, size in manifest["files"].items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            what = "is missing" if found is None else f"has {found} bytes"
-            raise UserError(f"{path}: {name} {what}, {size} bytes were written")
-    return Checkpoint(path, manifest)
-
-
-def damage(files: Iterable[Path]) -> str | None:
-    """What is wrong with the first of ``files`` whose content is not what was written.
-
-    torch writes zip archives with a CRC-32 of every member; a flipped bit keeps the size.
-    """
-    for file in sorted(files):
-        if file.suffix != ".pt":
-            continue
-        try:
-            with zipfile.ZipFile(file) as archive:
-                member = archive.testzip()
-        except (OSError, zipfile.BadZipFile, zlib.error, EOFError) as error:
-            return f"{file} cannot be read: {error}"
-        if member is not None:
-            return f"{file}: {member} does not match its checksum"
-    return None
-
-
-def check_layout(checkpoint: Checkpoint, layout: WorldLayout) -> None:
-    """Refuse a checkpoint whose shards are cut for other ranks.
-
-    Raises:
-        UserError: names what differs, and what would be needed.
-    """
-    saved, wanted = vars(checkpoint.layout), vars(layout)
-    changes = [f"{k} {saved[k]} -> {wanted[k]}" for k in wanted if saved[k] != wanted[k]]
-    if changes:
-        raise UserError(
-            f"{checkpoint.path}: was written by another layout of ranks ({', '.join(changes)}), "
-            "and its optimiser state is cut for that one; resume with the saved values, or export "
-            "it and start a new run from the exported model"
-        )
+    step: int
+    beside: Path
+    final: Path
+    written: Future[None]
 
 
 class CheckpointStore:
-    """The checkpoints of one run. Every method is collective."""
+    """The checkpoints of one run. Every method but ``writing`` and ``close`` is collective."""
 
     def __init__(self, folder: Path, control: Control, layout: WorldLayout, config: Config) -> None:
+        from .writer import QueuedWriter  # imports DeepSpeed
+
         self.folder = folder
         self.control = control
         self.layout = layout
         self.config = config
+        self.writer = QueuedWriter(config.checkpoint.background)
+        self.seconds = 0.0
+        """Time that training waited for saving, so far."""
+        self._pending: _Pending | None = None
 
-    def save(self, engine: DeepSpeedEngine, step: int, trainer_state: dict[str, Any]) -> Path:
-        """Write the checkpoint of ``step``; the previous ones stay until it is complete."""
+    @property
+    def pending(self) -> int | None:
+        """Step of the checkpoint that is not complete yet."""
+        return None if self._pending is None else self._pending.step
+
+    @property
+    def writing(self) -> bool:
+        """Whether this rank is still writing."""
+        return self._pending is not None and not self._pending.written.done()
+
+    def save(self, engine: DeepSpeedEngine, step: int, trainer_state: dict[str, Any]) -> None:
+        """Begin the checkpoint of ``step``; ``finish`` completes it.
+
+        With ``checkpoint.background`` the state is copied and training may go on at once.
+
+        Raises:
+            SaveError: nothing can be written there.
+        """
+        assert self._pending is None, "finish the last checkpoint first"
+        started = time.perf_counter()
         final = self.folder / f"step-{step:06d}"
         beside = final.with_name(final.name + BESIDE)
-        with self.control.together("preparing the checkpoint folder"):
+        with self._failing_as_one(step, beside), self.control.together("preparing its folder"):
             if self.control.rank == 0:
-                self._remove_torn()
-                (beside / "ranks").mkdir(parents=True)
-                (beside / "trainer.json").write_text(json.dumps(trainer_state, indent=2))
-                save_config(self.config, beside / "config.yaml")
-        engine.save_checkpoint(
-            str(beside),
-            tag=ENGINE_TAG,
-            save_latest=False,
-            client_state={"anchorcontext_parameter_groups": _parameter_names(engine)},
-        )
-        with self.control.together("writing the checkpoint"):
-            torch.save(_random_states(engine.device), beside / "ranks" / _rank_file(self.control))
-            for file in _files_of_rank(beside, self.control.rank):
-                _sync(file)
-        with self.control.together("completing the checkpoint"):
-            if self.control.rank == 0:
-                self._complete(beside, final, step)
-        return final
+                self._prepare(engine, beside, trainer_state)
+        engine.checkpoint_engine = self.writer
+        # DeepSpeed's own files (a script) go nowhere; its states go to the writer.
+        with tempfile.TemporaryDirectory(prefix="anchorcontext-") as nowhere:
+            names = names_for_reading(engine)
+            engine.save_checkpoint(nowhere, tag=ENGINE_TAG, save_latest=False, client_state=names)
+        self.writer.add(f"{RANKS}/{_rank_file(self.control.rank)}", _random_states(engine.device))
+        self._pending = _Pending(step, beside, final, self.writer.write(beside))
+        self.seconds += time.perf_counter() - started
+
+    def finish(self) -> Path:
+        """Wait until every rank has written, and complete the checkpoint.
+
+        Raises:
+            SaveError: a rank could not write; what was written is removed.
+        """
+        pending = self._pending
+        assert pending is not None, "nothing was begun"
+        started = time.perf_counter()
+        try:
+            with self._failing_as_one(pending.step, pending.beside):
+                with self.control.together("writing it"):
+                    pending.written.result()
+                with self.control.together("completing it"):
+                    if self.control.rank == 0:
+                        self._complete(pending)
+        finally:
+            self._pending = None
+            self.seconds += time.perf_counter() - started
+        return pending.final
 
     def latest(self) -> Checkpoint | None:
         """The intact checkpoint with the highest step; torn and damaged ones are named in the log.
 
         Rank 0 looks and tells the others, so that no two ranks resume from different ones; each
-        rank reads the files it wrote once, against their checksums.
+        rank reads its share of the files once, against their checksums.
 
         Raises:
-            UserError: there are complete checkpoints, and every one of them is damaged.
+            UserError: there were complete checkpoints, and every one of them is damaged.
         """
         paths: list[Path] = []
         with self.control.together(f"looking for checkpoints in {self.folder}"):
@@ -203,112 +148,106 @@ class CheckpointStore:
                 for reason in torn:
                     logger.warning("ignoring an incomplete checkpoint: %s", reason)
                 paths = [checkpoint.path for checkpoint in reversed(complete)]
+                if not paths and any(not p.name.endswith(BESIDE) for p in self._folders()):
+                    raise self._nothing_intact(torn[0])
         paths = self.control.from_first(paths)
         for path in paths:
             with self.control.together("reading the checkpoint"):
                 found = read_checkpoint(path)
-                mine = damage(_files_of_rank(path, self.control.rank))
+                mine = damage(files_of_rank(path, self.control.rank, self.control.world_size))
             damaged = [reason for reason in self.control.gather(mine) if reason]
             if not damaged:
                 return found
             if self.control.rank == 0:
                 logger.warning("ignoring a damaged checkpoint: %s", damaged[0])
         if paths:
-            raise UserError(
-                f"{self.folder}: every checkpoint is damaged ({damaged[0]}); restore one from a "
-                "copy, or remove the folder to start anew"
-            )
+            raise self._nothing_intact(damaged[0])
         return None
 
     def load(self, engine: DeepSpeedEngine, checkpoint: Checkpoint) -> dict[str, Any]:
         """Put engine, schedule and random number generators into the saved state.
 
+        Bit for bit where ranks, sp and ZeRO stage are those that wrote it; under another layout
+        the state is cut anew.
+
         Returns:
             The loop's own state, as given to ``save``.
-
-        Raises:
-            UserError: the checkpoint was written by another layout of ranks.
         """
+        saved = checkpoint.layout
         with self.control.together("loading the checkpoint"):
-            check_layout(checkpoint, self.layout)
             state = checkpoint.trainer_state()
-            generators = torch.load(
-                checkpoint.path / "ranks" / _rank_file(self.control), weights_only=False
-            )
-        loaded, _ = engine.load_checkpoint(str(checkpoint.path), tag=ENGINE_TAG)
-        assert loaded is not None, f"DeepSpeed found no checkpoint in {checkpoint.path}"
+            # Ranks draw alike: a rank that was not there takes the generators of one that was.
+            name = _rank_file(self.control.rank % saved.world_size)
+            generators = torch.load(checkpoint.path / RANKS / name, weights_only=False)
+        if saved == self.layout:
+            loaded, _ = engine.load_checkpoint(str(checkpoint.path), tag=ENGINE_TAG)
+            assert loaded is not None, f"DeepSpeed found no checkpoint in {checkpoint.path}"
+        else:
+            changes = ", ".join(saved.changes_to(self.layout))
+            logger.info("%s is of another layout of ranks: %s", checkpoint.path, changes)
+            load_into(engine, SavedEngine(checkpoint))
         _restore_random_states(generators, engine.device)
         return state
 
-    def _complete(self, beside: Path, final: Path, step: int) -> None:
-        """Manifest, rename, and only then the old ones."""
-        files = {
-            str(file.relative_to(beside)): file.stat().st_size
-            for file in sorted(beside.rglob("*"))
-            if file.is_file()
-        }
-        manifest = {
-            "format": FORMAT,
-            "step": step,
-            "layout": vars(self.layout),
-            "versions": _versions(),
-            "files": files,
-        }
-        (beside / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
-        for path in (beside / MANIFEST, *(p for p in beside.rglob("*") if p.is_dir()), beside):
-            _sync(path)
-        if final.exists():
-            # A torn one of the same step: nothing complete is ever overwritten.
-            _discard(final)
-        beside.rename(final)
-        _sync(self.folder)
-        complete, _ = find_checkpoints(self.folder)
-        for old in complete[: -self.config.checkpoint.keep]:
-            _discard(old.path)
+    def close(self) -> None:
+        """End the writer's thread."""
+        self.writer.close()
 
-    def _remove_torn(self) -> None:
+    def _folders(self) -> list[Path]:
+        return list(self.folder.glob("step-*"))
+
+    def _nothing_intact(self, reason: str) -> UserError:
+        """A run of a week must not start anew on its own."""
+        return UserError(
+            f"{self.folder}: every checkpoint is damaged ({reason}); restore one from a copy, or "
+            "remove the folder to start anew"
+        )
+
+    def _prepare(
+        self, engine: DeepSpeedEngine, beside: Path, trainer_state: dict[str, Any]
+    ) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        for path in self.folder.glob(f"step-*{BESIDE}"):
-            shutil.rmtree(path)
+        for torn in self.folder.glob(f"step-*{BESIDE}"):
+            shutil.rmtree(torn)
+        for name in (ENGINE_TAG, RANKS):
+            (beside / name).mkdir(parents=True)
+        (beside / TRAINER).write_text(json.dumps(trainer_state, indent=2))
+        save_config(self.config, beside / CONFIG)
+        model: Any = engine.module.causal_lm
+        model.config.save_pretrained(beside / HF)
+        if model.generation_config is not None:
+            model.generation_config.save_pretrained(beside / HF)
+
+    def _complete(self, pending: _Pending) -> None:
+        """Manifest, rename, and only then the old ones."""
+        values = {"step": pending.step, "layout": vars(self.layout), "versions": _versions()}
+        write_manifest(pending.beside, values)
+        if pending.final.exists():
+            # A torn one of the same step: nothing complete is ever overwritten.
+            discard(pending.final)
+        pending.beside.rename(pending.final)
+        sync(self.folder)
+        complete = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(self.folder)[0]}
+        for step in disposable(complete, self.config.train.steps, self.config.checkpoint):
+            discard(complete[step].path)
+
+    @contextlib.contextmanager
+    def _failing_as_one(self, step: int, beside: Path) -> Iterator[None]:
+        """Turns what ``Control.together`` raises into a ``SaveError``, and clears the way."""
+        try:
+            yield
+        except (OSError, RankError) as error:
+            if self.control.rank == 0:
+                # What is half written takes the room that the next attempt needs.
+                shutil.rmtree(beside, ignore_errors=True)
+            raise SaveError(
+                f"run.output_dir: the checkpoint of step {step} was not written: {error}; make "
+                "room there (checkpoint.keep, checkpoint.keep_every). Earlier ones are intact"
+            ) from error
 
 
-def _discard(path: Path) -> None:
-    """Delete a checkpoint in such a way that a crash half-way leaves no folder that looks whole."""
-    grave = path.with_name(f"{path.name}.old{BESIDE}")
-    path.rename(grave)
-    shutil.rmtree(grave)
-
-
-def _files_of_rank(folder: Path, rank: int) -> Iterator[Path]:
-    """The files that this rank wrote; rank 0 also takes those that carry no rank."""
-    for file in folder.rglob("*"):
-        if not file.is_file():
-            continue
-        match = re.search(r"pp_rank_(\d+)_|rank-(\d+)\.pt$", file.name)
-        owner = int(match.group(1) or match.group(2)) if match else 0
-        if owner == rank:
-            yield file
-
-
-def _rank_file(control: Control) -> str:
-    return f"rank-{control.rank:05d}.pt"
-
-
-def _sync(path: Path) -> None:
-    """Put a file or folder onto the disk, past the page cache."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _parameter_names(engine: DeepSpeedEngine) -> list[list[str]]:
-    """Names in the optimiser's order, where its state has none (bf16 masters without ZeRO)."""
-    groups = getattr(engine.optimizer, "fp16_groups", None)
-    if groups is None or engine.zero_optimization_stage() > 0:
-        return []
-    return [[engine.param_names[parameter] for parameter in group] for group in groups]
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05d}.pt"
 
 
 def _random_states(device: torch.device) -> dict[str, Any]:

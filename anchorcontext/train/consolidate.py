@@ -5,23 +5,18 @@ Names are those of the Hugging Face model: the prefix of ``TrainModel``, which h
 
 from __future__ import annotations
 
-import contextlib
-import io
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..errors import UserError
 from ..model.train_model import PREFIX
-from .checkpoint import ENGINE_TAG, Checkpoint, damage, read_checkpoint
-from .launch import tell_deepspeed_the_accelerator
+from .checkpoint_files import damage, read_checkpoint
+from .shards import SavedEngine
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
-
-MODEL_STATE_FILE = "mp_rank_00_model_states.pt"
-BF16_OPTIMIZER_FILE = "bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def load_consolidated_state_dict(checkpoint_dir: str | Path) -> dict[str, torch.Tensor]:
@@ -37,16 +32,10 @@ def load_consolidated_state_dict(checkpoint_dir: str | Path) -> dict[str, torch.
     reason = damage(checkpoint.path.rglob("*.pt"))
     if reason is not None:
         raise UserError(f"damaged checkpoint: {reason}; take another one, or restore a copy")
-    if checkpoint.layout.zero_stage == 0:
-        weights = _unsharded(checkpoint)
-    elif _is_bf16_optimizer(checkpoint):
-        weights = _bf16_zero1(checkpoint)
-    else:
-        tell_deepspeed_the_accelerator()
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            weights = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint.path), tag=ENGINE_TAG)
+    saved = SavedEngine(checkpoint)
+    weights = {name: buffer.float() for name, buffer in saved.buffers().items()}
+    weights |= {state.name: state.master for state in saved.parameters()}
+    weights |= {name: weights[twin] for name, twin in saved.tied.items()}
     weights = {strip_wrapper(name): weight for name, weight in weights.items()}
     empty = [name for name, weight in weights.items() if weight.numel() == 0]
     if empty or not weights:
@@ -85,65 +74,3 @@ def gather_state_dict(engine: DeepSpeedEngine) -> dict[str, torch.Tensor]:
 def strip_wrapper(name: str) -> str:
     """The Hugging Face name of one of ``TrainModel``'s parameters."""
     return name.removeprefix(PREFIX)
-
-
-def _is_bf16_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether DeepSpeed's ``BF16_Optimizer`` wrote it: bf16, ZeRO-1, fp32 accumulation, no offload.
-
-    Its files are named like those of every bf16 run, but do not say which ZeRO stage they are of.
-    """
-    file = checkpoint.path / ENGINE_TAG / BF16_OPTIMIZER_FILE.format(rank=0)
-    return file.is_file() and "zero_stage" not in _load(file)["optimizer_state_dict"]
-
-
-def _bf16_zero1(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """bf16 under ZeRO-1, which DeepSpeed's own consolidation does not know.
-
-    Each rank wrote its part of the flat fp32 masters of each parameter group; the parameters lie
-    there one after the other, with padding at the end.
-    """
-    folder = checkpoint.path / ENGINE_TAG
-    saved = _load(folder / MODEL_STATE_FILE)
-    parts = [
-        _load(folder / BF16_OPTIMIZER_FILE.format(rank=rank))
-        for rank in range(checkpoint.layout.world_size)
-    ]
-    weights = {name: saved["module"][name].float() for name in saved["buffer_names"]}
-    for group, shapes in enumerate(saved["param_shapes"]):
-        flat = torch.cat(
-            [
-                part["optimizer_state_dict"]["single_partition_of_fp32_groups"][group].detach()
-                for part in parts
-            ]
-        )
-        offset = 0
-        for name, shape in shapes.items():
-            weights[name] = flat[offset : offset + shape.numel()].view(shape)
-            offset += shape.numel()
-    return weights | {name: weights[twin] for name, twin in saved["shared_params"].items()}
-
-
-def _unsharded(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Without ZeRO rank 0 wrote the whole model, and for bf16 the masters in the optimiser."""
-    saved = _load(checkpoint.path / ENGINE_TAG / MODEL_STATE_FILE)
-    weights: dict[str, torch.Tensor] = dict(saved["module"])
-    aliases = {name: _storage(weight) for name, weight in weights.items()}
-    names = saved["anchorcontext_parameter_groups"]
-    masters = saved["optimizer"].get("fp32_groups", []) if names else []
-    by_storage = {
-        aliases[name]: master.detach()
-        for group, group_names in zip(masters, names, strict=True)
-        for name, master in zip(group_names, group, strict=True)
-    }
-    return {
-        name: by_storage[key] if (key := aliases[name]) in by_storage else weight.float()
-        for name, weight in weights.items()
-    }
-
-
-def _load(file: Path) -> dict[str, Any]:
-    return dict(torch.load(file, map_location="cpu", weights_only=False, mmap=True))
-
-
-def _storage(weight: torch.Tensor) -> tuple[int, int]:
-    return weight.untyped_storage().data_ptr(), int(weight.storage_offset())

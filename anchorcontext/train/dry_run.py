@@ -9,7 +9,7 @@ from ..model import DTYPES, build_config
 from ..parallel import build_mesh, make_plan
 from ..plan import check_heads
 from ..watch.sizes import model_sizes
-from .checkpoint import WorldLayout, check_layout, find_checkpoints
+from .checkpoint_files import find_checkpoints
 from .costs import cost_model, forwards_of, plan_options
 from .engine import check_deepspeed_options, deepspeed_config
 from .job import build_loader, open_dataset, run_folder
@@ -61,7 +61,6 @@ def dry_run(config: Config) -> DryRun:
     with control.together("looking into the run folder"):
         checkpoints, _ = find_checkpoints(run_folder(config) / "checkpoints")
         for checkpoint in checkpoints[-1:]:
-            check_layout(checkpoint, WorldLayout.of(config, process.world_size))
             check_resumable(load_config(checkpoint.path / "config.yaml"), config)
     with control.together("opening the data and the model's config"):
         dataset = open_dataset(config)

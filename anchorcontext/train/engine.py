@@ -114,24 +114,74 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     return [group for group in groups if group["params"]]
 
 
-def apply_step(engine: DeepSpeedEngine) -> tuple[float, bool]:
+def apply_step(engine: DeepSpeedEngine, max_norm: float | None = None) -> tuple[float, bool]:
     """Clip, update the parameters and advance the schedule, once all gradients are accumulated.
+
+    Args:
+        max_norm: a gradient with a larger norm is held back; None applies every finite one.
 
     Returns:
         The norm of the whole gradient before clipping, and whether the step was applied: a gradient
-        that is not finite leaves parameters, optimiser state and schedule as they were.
+        that is not finite, or held back, leaves parameters, optimiser state and schedule as they
+        were.
     """
     if engine.optimizer is engine.basic_optimizer:
         # Plain fp32 without ZeRO: DeepSpeed computes a norm only to clip, and applies NaN.
         gradients = [p.grad for p in engine.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not math.isfinite(norm):
+        if not math.isfinite(norm) or (max_norm is not None and norm > max_norm):
             engine.zero_grad()
             return norm, False
         engine.step()
         return norm, True
-    engine.step()
-    return float(engine.get_global_grad_norm()), engine.was_step_applied()
+    if max_norm is None:
+        engine.step()
+        return float(engine.get_global_grad_norm()), engine.was_step_applied()
+    scheduler = engine.lr_scheduler
+    groups = scheduler.optimizer.param_groups
+    before, rates = scheduler.state_dict(), [group["lr"] for group in groups]
+    with _held_back_above(engine, max_norm):
+        engine.step()
+    norm = float(engine.get_global_grad_norm())
+    if not engine.was_step_applied() or norm <= max_norm:
+        return norm, engine.was_step_applied()
+    scheduler.load_state_dict(before)
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"] = rate
+    return norm, False
+
+
+@contextlib.contextmanager
+def _held_back_above(engine: DeepSpeedEngine, max_norm: float) -> Iterator[None]:
+    """Keep the optimiser from updating anything when the gradient's norm exceeds ``max_norm``.
+
+    DeepSpeed knows the norm inside its own step only, before it calls the optimiser; torch's hooks
+    run between the two. An optimiser passes over parameters without a gradient.
+    """
+    optimizer = engine.basic_optimizer
+    kept: list[tuple[torch.Tensor, torch.Tensor | None]] = []
+
+    def take(*_: Any) -> None:
+        if float(engine.get_global_grad_norm()) > max_norm:
+            for group in optimizer.param_groups:
+                kept.extend((parameter, parameter.grad) for parameter in group["params"])
+            for parameter, _gradient in kept:
+                parameter.grad = None
+
+    def give_back(*_: Any) -> None:
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+        kept.clear()
+
+    hooks = (
+        optimizer.register_step_pre_hook(take),
+        optimizer.register_step_post_hook(give_back),
+    )
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def learning_rate(engine: DeepSpeedEngine) -> float:

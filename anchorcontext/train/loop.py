@@ -1,4 +1,4 @@
-"""The training loop: steps, records, parity checks, checkpoints."""
+"""The training loop: steps, records, guards, parity checks, checkpoints, stopping."""
 
 from __future__ import annotations
 
@@ -12,24 +12,34 @@ from ..parity.check import check_logits
 from ..watch.flops import model_shape, peak_flops
 from ..watch.metrics import LocalStep, StepMeter, StepRecord, gather_steps, make_record
 from ..watch.sinks import build_sinks
-from .checkpoint import CheckpointStore, WorldLayout
+from .checkpoint import CheckpointStore, SaveError
+from .checkpoint_files import CONFIG, WorldLayout
+from .failure import failing_together
+from .guards import DivergedError, Guards, dump_step
 from .job import Job, peak_dtype
 from .report import TrainReport
 from .resume import check_resumable
+from .retention import is_due
+from .signals import StopSignals
 from .step import StepOutcome, count_targets, plan_micro_batches, train_step
+from .watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
-
-class DivergedError(RuntimeError):
-    """Loss or gradient is not finite; raised on every rank alike, before anything is saved."""
+GUARDS = "guards"
+"""Folder of a run for what the guards found."""
 
 
 class Trainer:
-    """One run: builds the job, resumes where the run folder says, trains to ``train.steps``."""
+    """One run: builds the job, resumes where the run folder says, trains to ``train.steps``.
 
-    def __init__(self, config: Config) -> None:
+    Args:
+        stop: what asks the run to stop before; default: nothing does.
+    """
+
+    def __init__(self, config: Config, stop: StopSignals | None = None) -> None:
         self.config = config
+        self.stop = stop or StopSignals()
         self.job = Job(config)
         self.control, self.mesh = self.job.control, self.job.mesh
         self.shape = model_shape(self.job.train_model.causal_lm)
@@ -40,12 +50,17 @@ class Trainer:
             WorldLayout.of(config, self.mesh.world_size),
             config,
         )
+        self.guards = Guards(config.guards, len(self.job.dataset))
+        stacks = self.job.run_dir / GUARDS / f"stacks-rank-{self.control.rank:05d}.txt"
+        self.watchdog = Watchdog(config.guards.slow_step, stacks)
         self.step = 0
         self.saved_step: int | None = None
         self._resume()
         self.report = TrainReport(
             self.job.run_dir, self.mesh.world_size, self.mesh.dp, self.mesh.sp, self.step, self.step
         )
+        self._failed_in_a_row = 0
+        self._seconds_recorded = 0.0
         with self.control.together("writing the run folder"):
             if self.control.rank == 0:
                 with writing("run.output_dir", config.run.output_dir):
@@ -59,13 +74,17 @@ class Trainer:
         )
 
     def run(self) -> TrainReport:
-        """Train until ``train.steps`` optimiser steps are done; returns what this process did.
+        """Train until ``train.steps`` optimiser steps are done, or until a signal asks to stop.
+
+        Returns:
+            what this process did.
 
         Raises:
             ParityError: a parity check failed.
-            DivergedError: loss or gradient is not finite.
+            DivergedError: loss or gradient is not finite, or a spike that stops the run.
+            SaveError: checkpoints cannot be written.
         """
-        every, parity = self.config.checkpoint.every, self.config.parity
+        parity = self.config.parity
         with self.sinks:
             self.sinks.event("start", step=self.step, ranks=self.mesh.world_size)
             if self.step >= self.config.train.steps:
@@ -73,31 +92,64 @@ class Trainer:
                 return self.report
             if parity.at_start:
                 self.check_parity("before the first step")
-            while self.step < self.config.train.steps:
-                self.run_step()
-                last = self.step == self.config.train.steps
-                if (every and self.step % every == 0) or (last and self.config.checkpoint.final):
-                    self.save()
-                if parity.every and self.step % parity.every == 0 and not last:
-                    self.check_parity(f"after step {self.step}")
-            if parity.at_end:
-                self.check_parity("after the last step")
+            try:
+                if self._train():
+                    return self.report
+                if parity.at_end:
+                    self.check_parity("after the last step")
+            except Exception as error:
+                self.sinks.event("failed", step=self.step, error=f"{type(error).__name__}: {error}")
+                raise
             self.sinks.event("end", step=self.step)
         return self.report
+
+    def _train(self) -> bool:
+        """Step after step; whether a signal ended it early. Every checkpoint due is complete."""
+        total, section, parity = self.config.train.steps, self.config.checkpoint, self.config.parity
+        while self.step < total:
+            if self._agree_to_stop():
+                return True
+            self.run_step()
+            last = self.step == total
+            if is_due(self.step, total, section):
+                self._save_when_due(last)
+            if parity.every and self.step % parity.every == 0 and not last:
+                self.check_parity(f"after step {self.step}")
+        self._finish_saving(must=section.final)
+        return False
+
+    def _agree_to_stop(self) -> bool:
+        """Whether any rank was asked to stop, and then save and say so; completes a checkpoint that
+        all ranks have written."""
+        asked, writing_ = self.control.sum([self.stop.name is not None, self.checkpoints.writing])
+        if not asked:
+            if not writing_:
+                self._finish_saving()
+            return False
+        names = self.control.gather(self.stop.name)
+        self.report.stopped_by = next(name for name in names if name is not None)
+        self._finish_saving()
+        if self.step > 0 and self.saved_step != self.step:
+            self.save()
+        self.sinks.event("stop", step=self.step, reason=self.report.stopped_by)
+        logger.warning("%s: stopped after step %d", self.report.stopped_by, self.step)
+        return True
 
     def run_step(self) -> StepRecord:
         """One optimiser step over ``train.windows_per_step`` windows."""
         job, meter = self.job, StepMeter(self.job.device)
-        windows, epoch = self._window_ids(), job.loader.epoch
-        with meter.timed("data"):
-            micro_batches = job.next_micro_batches()
-            plans = plan_micro_batches(
-                micro_batches, self.mesh, self.config.attention, self.control, job.cost
-            )
-            num_targets = count_targets(micro_batches, self.mesh, self.control)
-        outcome = train_step(job.engine, plans, num_targets, meter)
-        self.step += 1
-        ranks = self._gather(meter.finish())
+        windows, epoch, position = self._window_ids(), job.loader.epoch, job.loader.position
+        with self.watchdog.step():
+            with meter.timed("data"):
+                micro_batches = job.next_micro_batches()
+                plans = plan_micro_batches(
+                    micro_batches, self.mesh, self.config.attention, self.control, job.cost
+                )
+                num_targets = count_targets(micro_batches, self.mesh, self.control)
+            limits = self.guards.limits
+            outcome = train_step(job.engine, plans, num_targets, meter, limits, self.control)
+            self.step += 1
+            ranks = self._gather(meter.finish())
         record = make_record(
             ranks,
             step=self.step,
@@ -107,12 +159,14 @@ class Trainer:
             windows=windows,
             shape=self.shape,
             peak_flops=self.peak_flops,
+            seconds_checkpoint=self.checkpoints.seconds - self._seconds_recorded,
             skip_reason=outcome.skip_reason,
         )
+        self._seconds_recorded = self.checkpoints.seconds
         self.report.add(record)
         if record.skipped or self.step % self.config.train.log_every == 0:
             self.sinks.log(record)
-        self._check_finite(record, ranks, outcome)
+        self._guard(record, ranks, outcome, position)
         return record
 
     def check_parity(self, when: str) -> None:
@@ -143,15 +197,65 @@ class Trainer:
         found.raise_if_failed()
 
     def save(self) -> Path:
-        """Write a checkpoint of the steps done so far."""
-        state = {"step": self.step, "loader": self.job.loader.state_dict()}
-        path = self.checkpoints.save(self.job.engine, self.step, state)
-        self.saved_step, self.report.checkpoint = self.step, path
-        self.sinks.event("checkpoint", step=self.step, path=str(path))
+        """Write a checkpoint of the steps done so far, and wait until it is complete.
+
+        Raises:
+            SaveError: it could not be written.
+        """
+        self._begin_saving()
+        path = self._finish_saving(must=True)
+        assert path is not None
         return path
+
+    def _save_when_due(self, last: bool) -> None:
+        """A checkpoint in the course of training, which may fail once or twice."""
+        self._finish_saving(must=last)
+        try:
+            self._begin_saving()
+        except SaveError as error:
+            self._failed_save(error, must=last)
+            return
+        if last or not self.config.checkpoint.background:
+            self._finish_saving(must=last)
+
+    def _begin_saving(self) -> None:
+        state = {
+            "step": self.step,
+            "loader": self.job.loader.state_dict(),
+            "guards": self.guards.state_dict(),
+        }
+        self.checkpoints.save(self.job.engine, self.step, state)
+
+    def _finish_saving(self, must: bool = False) -> Path | None:
+        """Complete the checkpoint that is being written, if there is one."""
+        step = self.checkpoints.pending
+        if step is None:
+            return None
+        try:
+            path = self.checkpoints.finish()
+        except SaveError as error:
+            self._failed_save(error, must)
+            return None
+        finally:
+            self.report.seconds_saving = self.checkpoints.seconds
+        self._failed_in_a_row = 0
+        self.saved_step, self.report.checkpoint = step, path
+        self.sinks.event("checkpoint", step=step, path=str(path))
+        return path
+
+    def _failed_save(self, error: SaveError, must: bool) -> None:
+        """Training goes on: the next save may find room, and the last checkpoint is intact."""
+        self._failed_in_a_row += 1
+        self.report.failed_saves += 1
+        self.sinks.event("checkpoint_failed", step=self.step, error=str(error))
+        if must or self._failed_in_a_row >= self.config.checkpoint.failures:
+            raise error
+        logger.warning("%s", error)
 
     def close(self) -> None:
         """Release the engine and the process group."""
+        self.checkpoints.close()
+        self.watchdog.close()
         self.job.close()
 
     def _resume(self) -> None:
@@ -159,10 +263,11 @@ class Trainer:
         if checkpoint is None:
             return
         with self.control.together("comparing the config with the checkpoint's"):
-            check_resumable(load_config(checkpoint.path / "config.yaml"), self.config)
+            check_resumable(load_config(checkpoint.path / CONFIG), self.config)
         state = self.checkpoints.load(self.job.engine, checkpoint)
         with self.control.together("restoring the data position"):
             self.job.loader.load_state_dict(state["loader"])
+            self.guards.load_state_dict(state["guards"])
         self.step = self.saved_step = state["step"]
         logger.info("resumed from %s, %d steps done", checkpoint.path, self.step)
 
@@ -174,30 +279,40 @@ class Trainer:
     def _gather(self, local: LocalStep) -> list[LocalStep]:
         return [local] if self.control.group is None else gather_steps(local, self.control.group)
 
-    def _check_finite(
-        self, record: StepRecord, ranks: list[LocalStep], outcome: StepOutcome
+    def _guard(
+        self, record: StepRecord, ranks: list[LocalStep], outcome: StepOutcome, position: int
     ) -> None:
+        """Report what is wrong with a step, and stop the run where a rule says so."""
         counted = sum(rank.loss_tokens for rank in ranks)
         assert outcome.num_targets == counted, (
             f"{outcome.num_targets} targets were counted in the windows, {counted} in the shards"
         )
-        broken = [index for index, rank in enumerate(ranks) if not math.isfinite(rank.loss_sum)]
-        norm = outcome.grad_norm
-        if not broken and (norm is None or math.isfinite(norm)):
-            return
-        where = f"loss not finite on ranks {broken}" if broken else f"gradient norm is {norm}"
-        saved = "none" if self.saved_step is None else f"of step {self.saved_step}"
-        raise DivergedError(
-            f"step {self.step}: {where}; windows {list(record.windows)} of "
-            f"{self.job.dataset.path}. The step was not applied and nothing was saved; the last "
-            f"checkpoint is {saved}. Lower optimizer.lr, or look at these windows with "
-            "`anchorcontext inspect`"
-        )
+        for finding in self.guards.judge(record):
+            self.sinks.event(finding.name, step=record.step, text=finding.text)
+            if self.control.rank == 0:
+                logger.warning("%s", finding.text)
+                folder = self.job.run_dir / GUARDS
+                dump_step(folder, record, finding, self.job.dataset, position)
+            if finding.stops:
+                broken = [i for i, rank in enumerate(ranks) if not math.isfinite(rank.loss_sum)]
+                saved = "none" if self.saved_step is None else f"of step {self.saved_step}"
+                raise DivergedError(
+                    f"{finding.text}. Loss not finite on ranks {broken}. Nothing was saved after "
+                    f"it: the last checkpoint is {saved}; what the step was made of lies in "
+                    f"{self.job.run_dir / GUARDS}. Lower optimizer.lr, or look at these windows "
+                    "with `anchorcontext inspect`"
+                )
 
 
 def train(config: Config) -> TrainReport:
-    """Train as configured, resuming by itself; collective over the launcher's ranks."""
-    trainer = Trainer(config)
-    report = trainer.run()
-    trainer.close()  # only after success: a rank that failed must not wait for the others
+    """Train as configured, resuming by itself; collective over the launcher's ranks.
+
+    A signal (:data:`~anchorcontext.train.signals.STOP_SIGNALS`) to any rank ends the run after the
+    step, with a checkpoint; an error of one rank ends all.
+    """
+    with StopSignals() as stop:
+        trainer = Trainer(config, stop)
+        with failing_together(trainer.control.rank, trainer.control.world_size):
+            report = trainer.run()
+        trainer.close()  # only after success: a rank that failed must not wait for the others
     return report

@@ -27,6 +27,8 @@ class TrainReport:
     tokens: int = 0
     seconds: float = 0.0
     """In steps; parity checks and saving come on top."""
+    seconds_saving: float = 0.0
+    """Training time lost to checkpoints."""
     tokens_per_second: float = 0.0
     """Of the whole job, over the time of the steps alone."""
     bytes_sent: int = 0
@@ -38,6 +40,10 @@ class TrainReport:
     parity_checks: int = 0
     checkpoint: Path | None = None
     """The last one written."""
+    failed_saves: int = 0
+    """Checkpoints that could not be written."""
+    stopped_by: str | None = None
+    """The signal that ended the run before its last step; None for a run that is done."""
 
     def add(self, record: StepRecord) -> None:
         """Count one step."""

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 # Keys that change how a run is watched, kept or ended, not what a step computes. What the data
 # section decides is compared through the fingerprint of the prepared windows.
 _FREE = ("run.name", "run.output_dir", "train.steps", "train.log_every")
-_FREE_SECTIONS = ("checkpoint.", "parity.", "watch.", "data.")
+_FREE_SECTIONS = ("checkpoint.", "guards.", "parity.", "watch.", "data.")
 _COUNTS = ("data.shuffle",)
 # How the same numbers are computed: only their rounding changes, which the log says.
 _ROUNDING = (
@@ -28,8 +28,10 @@ _ROUNDING = (
     "model.gradient_checkpointing",
     "parallel.exchange_memory",
     "parallel.hardware",
+    "parallel.sp",
     "train.deterministic",
     "train.micro_batch_windows",
+    "train.zero_stage",
 )
 
 

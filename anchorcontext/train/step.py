@@ -10,6 +10,7 @@ depending on the stage, which Adam hides.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -32,6 +33,16 @@ if TYPE_CHECKING:
 
 NO_TARGETS = "no valid targets"
 NOT_FINITE = "gradient not finite"
+LOSS_SPIKE, GRADIENT_SPIKE = "loss spike", "gradient spike"
+SPIKES = (LOSS_SPIKE, GRADIENT_SPIKE)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What a step must not exceed to be applied; None: no limit."""
+
+    loss: float | None = None
+    grad_norm: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,8 @@ def train_step(
     plans: Sequence[Plan],
     num_targets: int,
     meter: StepMeter,
+    limits: StepLimits = StepLimits(),
+    control: Control | None = None,
 ) -> StepOutcome:
     """Run the micro-batches of one step and update the parameters; collective.
 
@@ -101,6 +114,8 @@ def train_step(
         plans: this rank's micro-batches, as many on every rank.
         num_targets: valid targets of the global batch, from ``count_targets``.
         meter: receives this rank's losses, counts and times.
+        limits: beyond which the update is held back; a limit of the loss costs waiting for the
+            device, and needs ``control``.
     """
     lr = learning_rate(engine)
     if num_targets == 0:
@@ -109,9 +124,21 @@ def train_step(
     for index, plan in enumerate(plans):
         engine.set_gradient_accumulation_boundary(index == len(plans) - 1)
         run_micro_batch(engine, plan, scale, meter)
+    over = _over_loss_limit(limits, meter, num_targets, control)
     with meter.timed("optimizer"):
-        grad_norm, applied = apply_step(engine)
-    return StepOutcome(num_targets, lr, grad_norm, None if applied else NOT_FINITE)
+        grad_norm, applied = apply_step(engine, -math.inf if over else limits.grad_norm)
+    held_back = LOSS_SPIKE if over else GRADIENT_SPIKE
+    reason = None if applied else held_back if math.isfinite(grad_norm) else NOT_FINITE
+    return StepOutcome(num_targets, lr, grad_norm, reason)
+
+
+def _over_loss_limit(
+    limits: StepLimits, meter: StepMeter, num_targets: int, control: Control | None
+) -> bool:
+    if limits.loss is None:
+        return False
+    assert control is not None, "a limit of the loss needs the losses of all ranks"
+    return sum(control.gather(meter.loss_sum)) / num_targets > limits.loss
 
 
 def run_micro_batch(engine: DeepSpeedEngine, plan: Plan, scale: float, meter: StepMeter) -> None:

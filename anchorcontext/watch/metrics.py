@@ -86,6 +86,8 @@ class StepRecord:
     seconds_exchange: float
     seconds_attention: float
     seconds_optimizer: float
+    seconds_checkpoint: float = 0.0
+    """Training time lost to saving since the last record; not part of ``seconds``."""
     skipped: bool = False
     """True when the step was not applied; ``skip_reason`` says why."""
     skip_reason: str | None = None
@@ -153,6 +155,11 @@ class StepMeter:
         self._seconds["exchange"] += exchange_seconds
         self._seconds["attention"] += attention_seconds
 
+    @property
+    def loss_sum(self) -> float:
+        """This rank's sum so far; waits for the device."""
+        return float(self._loss_sum)
+
     def finish(self) -> LocalStep:
         """The step's share of this rank; waits for the device. ``start`` begins the next step."""
         return LocalStep(
@@ -209,6 +216,7 @@ def make_record(
     windows: Sequence[int] = (),
     shape: ModelShape | None = None,
     peak_flops: float | None = None,
+    seconds_checkpoint: float = 0.0,
     skip_reason: str | None = None,
 ) -> StepRecord:
     """The record of one step from the shares of all ranks.
@@ -221,6 +229,7 @@ def make_record(
         windows: ids of all windows of the global batch.
         shape: what the model's FLOPs depend on; without it FLOPs and MFU are None.
         peak_flops: peak FLOP/s of *one* rank's device; without it MFU is None.
+        seconds_checkpoint: training time lost to saving since the last record.
         skip_reason: why the step was not applied; None when it was.
     """
     loss_tokens = sum(rank.loss_tokens for rank in ranks)
@@ -259,6 +268,7 @@ def make_record(
         seconds_exchange=_mean([rank.seconds_exchange for rank in ranks]),
         seconds_attention=_mean([rank.seconds_attention for rank in ranks]),
         seconds_optimizer=_mean([rank.seconds_optimizer for rank in ranks]),
+        seconds_checkpoint=seconds_checkpoint,
         skipped=skip_reason is not None,
         skip_reason=skip_reason,
         windows=tuple(int(window) for window in windows),

@@ -11,23 +11,27 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from anchorcontext.cli import group
+from anchorcontext.config import load_config
 from anchorcontext.model import build_model, load
 from anchorcontext.train import consolidate
+from anchorcontext.train.checkpoint_files import write_manifest
 
-CONFIG = """\
-run: {name: tiny}
+SCRATCH = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+CONFIG = f"""\
+run: {{name: tiny}}
 model:
   dtype: bf16
-  scratch:
-    model_type: llama
-    hidden_size: 64
-    intermediate_size: 128
-    num_hidden_layers: 2
-    num_attention_heads: 4
-    num_key_value_heads: 2
-  rope: {theta: 5.0e+6}
-data: {path: %(data)s, tokenizer: %(data)s/tokenizer, window_tokens: 8192}
-train: {steps: 4, windows_per_step: 1}
+  scratch: {json.dumps(SCRATCH)}
+  rope: {{theta: 5.0e+6}}
+data: {{path: %(data)s, tokenizer: %(data)s/tokenizer, window_tokens: 8192}}
+train: {{steps: 4, windows_per_step: 1}}
 """
 
 
@@ -41,22 +45,22 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         folder = tmp_path / "runs" / "tiny" / "checkpoints" / name
         folder.mkdir(parents=True)
         (folder / "config.yaml").write_text(CONFIG % {"data": tmp_path / "windows"})
-        manifest = {"step": int(name[5:11]), "files": {}, "layout": {}}
-        (folder / "manifest.json").write_text(json.dumps(manifest))
+        model_of(folder, window_tokens=8192).config.save_pretrained(folder / "hf")
+        write_manifest(folder, {"step": int(name[5:11]), "layout": {}})
 
     def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
         seed = int(Path(checkpoint).name[5:])
-        section = load_config_of(checkpoint).model.model_copy(update={"dtype": "fp32"})
-        return dict(build_model(section, window_tokens=8, seed=seed, vocab_size=300).state_dict())
+        return dict(model_of(checkpoint, window_tokens=8, seed=seed).state_dict())
 
     monkeypatch.setattr(consolidate, "load_consolidated_state_dict", weights)
     return tmp_path / "runs" / "tiny"
 
 
-def load_config_of(checkpoint: Path):
-    from anchorcontext.config import load_config
-
-    return load_config(Path(checkpoint) / "config.yaml")
+def model_of(checkpoint: Path, window_tokens: int, seed: int = 0):
+    """A model like the one that the config in the checkpoint describes, fp32."""
+    section = load_config(Path(checkpoint) / "config.yaml").model
+    section = section.model_copy(update={"dtype": "fp32", "path": None, "scratch": SCRATCH})
+    return build_model(section, window_tokens=window_tokens, seed=seed, vocab_size=300)
 
 
 def export(*arguments: object):
@@ -88,6 +92,21 @@ def test_one_checkpoint_and_another_dtype(run, tmp_path):
     assert model.dtype == torch.float32
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, expected[name])
+
+
+def test_a_pretrained_run_needs_neither_its_base_model_nor_its_data(run, tmp_path):
+    checkpoint = run / "checkpoints" / "step-000010"
+    config = (checkpoint / "config.yaml").read_text()
+    config = config.replace(f"scratch: {json.dumps(SCRATCH)}", "path: /gone/base")
+    (checkpoint / "config.yaml").write_text(config.replace(str(tmp_path / "windows"), "/gone/data"))
+    (checkpoint / "manifest.json").unlink()
+    write_manifest(checkpoint, {"step": 10, "layout": {}})
+    result = export(checkpoint, tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert "without a tokenizer" in result.output
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.rope_parameters["rope_theta"] == 5e6
+    assert model.config.max_position_embeddings == 8192
 
 
 def test_an_existing_folder_is_not_overwritten_by_accident(run, tmp_path):
