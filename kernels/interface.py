@@ -87,7 +87,10 @@ class SoftmaxState:
 
 
 class Engine(Protocol):
-    """Computes a tile list on one device. Engines hold no state between calls."""
+    """Computes a tile list on one device. Engines hold no state between calls.
+
+    An engine may compute the anchors in the same call: see :mod:`.anchored`.
+    """
 
     name: str
     exact: bool

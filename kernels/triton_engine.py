@@ -123,6 +123,8 @@ class TritonEngine:
             UserError: as `forward`.
         """
         _check(q, scale, rotation)
+        if not len(tiles) and (anchors is None or not len(anchors.queries)):
+            return
         call = Call(q, k, v, tiles, scale, anchors, rotation, self.precision)
         dout = rows(dout)
         delta, lse2, ds0 = call.prepare(dout, rows(out), lse, d_anchors)
