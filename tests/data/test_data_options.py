@@ -154,6 +154,16 @@ def test_interleaved_pieces_are_one_document_of_the_window(prepared):
     assert scattered > 30
 
 
+def test_a_document_in_pieces_has_one_copy_and_one_tag_in_a_window(prepared):
+    _, dataset = prepared(
+        interleave={"tokens": [8, 200]}, anchor_copies="segments", tags="{source}:", mode="full"
+    )
+    for record in dataset:
+        copied = record.documents[record.starts == -1]
+        tagged = record.documents[record.tags > 0]
+        assert sorted(copied) == sorted(tagged) == np.unique(record.documents).tolist()
+
+
 def test_upsampling_keeps_shares_and_counts_what_it_drops(prepared):
     report, _ = prepared(upsample={"below": 100, "keep": 0.2})
     assert report.tokens_in == report.tokens_kept + report.dropped["upsample"].tokens
