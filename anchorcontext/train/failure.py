@@ -18,6 +18,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ..errors import UserError
 from .control import RankError
 
 logger = logging.getLogger(__name__)
@@ -31,35 +32,38 @@ ECHO_SECONDS = 3.0
 
 
 @contextlib.contextmanager
-def failing_together(rank: int, world_size: int) -> Iterator[None]:
+def failing_together() -> Iterator[None]:
     """Run the job; an error of this rank is told to the others, one of another rank ends this one.
+
+    The process group may be made inside.
 
     Raises:
         RankError: another rank failed first; with its error as text.
     """
-    if world_size == 1:
-        yield
-        return
-    store = _store()
     ended = threading.Event()
-    watcher = threading.Thread(
-        target=_watch, args=(store, rank, ended), name="failure", daemon=True
-    )
-    watcher.start()
+    threading.Thread(target=_watch, args=(ended,), name="failure", daemon=True).start()
     try:
         yield
     except Exception as error:
+        store = _store()
+        if store is None:
+            raise
+        rank = dist.get_rank()
         first = _first_failure(store, rank, error)
         if first["rank"] != rank and not isinstance(error, RankError) and _is_echo(error):
             raise RankError(_text(first)) from None
-        if rank == 0:
-            time.sleep(ECHO_SECONDS)  # the store may live in this process
+        if rank == 0 and not isinstance(error, (UserError, RankError)):
+            # The store may live in this process. The errors left out are known to all ranks.
+            time.sleep(ECHO_SECONDS)
         raise
     finally:
         ended.set()
 
 
-def _store() -> dist.Store:
+def _store() -> dist.Store | None:
+    """Where the ranks meet; None before there is a group, and without other ranks."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
     # No public name gives the store of a group that somebody else may have made.
     return dist.distributed_c10d._get_default_store()
 
@@ -95,10 +99,11 @@ def _is_echo(error: Exception) -> bool:
     return isinstance(error, RuntimeError) and any(part in text for part in broken)
 
 
-def _watch(store: dist.Store, rank: int, ended: threading.Event) -> None:
+def _watch(ended: threading.Event) -> None:
     while not ended.wait(POLL_SECONDS):
-        told = _told(store)
-        if told is not None and told["rank"] != rank:
+        store = _store()
+        told = None if store is None else _told(store)
+        if told is not None and told["rank"] != dist.get_rank():
             if not ended.wait(GRACE_SECONDS):
                 logger.error("%s", _text(told))
                 os._exit(1)

@@ -311,8 +311,8 @@ def train(config: Config) -> TrainReport:
     step, with a checkpoint; an error of one rank ends all.
     """
     with StopSignals() as stop:
-        trainer = Trainer(config, stop)
-        with failing_together(trainer.control.rank, trainer.control.world_size):
+        with failing_together():
+            trainer = Trainer(config, stop)
             report = trainer.run()
         trainer.close()  # only after success: a rank that failed must not wait for the others
     return report

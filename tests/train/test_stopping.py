@@ -118,7 +118,7 @@ def failing(rank, world_size, hangs):
     failure.POLL_SECONDS, failure.ECHO_SECONDS = 0.1, 2.0
     failure.GRACE_SECONDS = 0.3 if hangs else 20.0
     try:
-        with failing_together(rank, world_size):
+        with failing_together():
             if rank == 1:
                 raise OSError("the disk of rank 1 is gone")
             if hangs:
