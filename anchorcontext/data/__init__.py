@@ -7,7 +7,11 @@
     encode.py               documents -> token ids, in worker processes
     tokens.py, tokenise.py  token ids in parts on disk; continuing after a kill
     mixture.py              which documents are kept, and which are held out
-    packing.py              document lengths -> which tokens make which window
+    arrange.py              document lengths -> which tokens make which window:
+      upsample.py             fewer short documents, each source's share kept
+      packing.py              by a packer of packers.py, best_fit.py
+      interleave.py           documents in pieces over their window
+    fronts.py               tags and copies of the anchor in front of documents
     assemble.py             segments -> windows
     store.py, builder.py    windows <-> a folder of memory-mapped files
     pipeline.py             all of the above; account.py, report.py count every token
