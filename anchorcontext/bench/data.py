@@ -73,8 +73,8 @@ def bench_data(
         _write(corpus, texts, megabytes * 10**6)
         contenders = _contenders(corpus, tokenizer, workers)
         for repeat in range(repeats):
-            for name, run in contenders.items():
-                place = Path(folder, f"{len(seconds)}-{repeat}")
+            for number, (name, run) in enumerate(contenders.items()):
+                place = Path(folder, f"{repeat}-{number}")
                 place.mkdir()
                 start = time.perf_counter()
                 tokens[name] = run(place)

@@ -10,7 +10,7 @@ def test_contenders_tokenise_the_same_texts(monkeypatch, tmp_path):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     tokenizer = train_tokenizer(["def some_words(and, more): return words"] * 3, 280)
-    results = bench_data(1, workers=2, repeats=1, tokenizer=tokenizer)
+    results = bench_data(1, workers=2, repeats=2, tokenizer=tokenizer)
     assert [result.contender for result in results] == [
         BASELINE,
         "prepare, 1 worker",
