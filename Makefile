@@ -14,7 +14,7 @@ export PYTHONSAFEPATH := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help venv lint style type test chaos gpu-check parity demo demo-smollm2 docs wheel clean
+.PHONY: help venv lint style type test test-slurm chaos gpu-check parity demo demo-smollm2 docs wheel clean
 
 help: ## Show the targets.
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +53,15 @@ gpu-check: ## Check every engine on this machine's GPU; GPU_CHECK="--device cpu 
 	@rm -rf build/gpu && mkdir -p build/gpu/anchorcontext
 	@ln -s $(addprefix ../../../,$(wildcard anchorcontext/*) kernels) build/gpu/anchorcontext/
 	PYTHONPATH=build/gpu $(PYTHON) -m anchorcontext.bench.gpu_check $(GPU_CHECK)
+
+# SLURM's daemons run as root, in a folder of their own. Where there is no apt, or no root, or no
+# network, the tests say why they skip.
+SLURM := slurm-wlm munge pdsh
+test-slurm: venv ## Train over a two-node SLURM on this machine; as root it is installed first.
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null && ! command -v slurmctld > /dev/null; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+			--no-install-recommends $(SLURM) || echo "$(SLURM) could not be installed"; fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rs tests/train/test_slurm.py
 
 chaos: venv ## Kill, starve and damage one training run 40 times; CHAOS="--faults 10 --seed 1".
 	OMP_NUM_THREADS=1 $(BIN)/python tests/train/chaos.py $(CHAOS)

@@ -31,7 +31,11 @@ setup(
     python_requires=">=3.11",
     packages=packages + kernel_packages,
     package_dir={"anchorcontext": "anchorcontext", "anchorcontext.kernels": "kernels"},
-    package_data={"": ["py.typed", "*.yaml"], "anchorcontext.hardware": ["profiles/*.yaml"]},
+    package_data={
+        "": ["py.typed", "*.yaml"],
+        "anchorcontext.hardware": ["profiles/*.yaml"],
+        "anchorcontext.train": ["scripts/*"],  # links into launch/
+    },
     install_requires=[
         "torch>=2.11",
         "numpy>=2.0",

@@ -18,6 +18,7 @@ if [ $# -lt 1 ]; then
     sed -n '2,/^set/{/^#/s/^# \{0,1\}//p}' "$0"
     exit 2
 fi
+# shellcheck source=launch/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
 gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l; }

@@ -17,6 +17,7 @@ COMMANDS = {
     "inspect": "Show one window: documents, positions, mask, layout, who sends what.",
     "plan": "Predict memory, traffic and step time before any GPU is held.",
     "train": "Train; resumes by itself. Run it under torchrun, deepspeed or srun.",
+    "submit": "Train as a SLURM job: show and submit the batch script.",
     "parity": "Compare the distributed run with a single device; exits 1 past tolerance.",
     "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",
     "export": "Turn a checkpoint into a plain Hugging Face folder.",

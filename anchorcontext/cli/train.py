@@ -29,9 +29,10 @@ def command(config: Config, dry_run: bool) -> Outcome:
         plan = validate(config)
         _print_dry_run(plan)
         return Outcome(plan)
+    from anchorcontext.estimate.resources import check_resources
     from anchorcontext.train.loop import train
 
-    report = train(config)
+    report = train(config, check_resources)
     _print_report(report)
     return Outcome(report)
 

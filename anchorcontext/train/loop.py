@@ -17,6 +17,7 @@ from .checkpoint_files import CONFIG, WorldLayout
 from .failure import failing_together
 from .guards import DivergedError, Guards, dump_step
 from .job import Job, peak_dtype
+from .preflight import Preflight
 from .report import TrainReport
 from .resume import check_resumable
 from .retention import is_due
@@ -35,12 +36,18 @@ class Trainer:
 
     Args:
         stop: what asks the run to stop before; default: nothing does.
+        preflight: further checks before the model is built.
     """
 
-    def __init__(self, config: Config, stop: StopSignals | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        stop: StopSignals | None = None,
+        preflight: Preflight | None = None,
+    ) -> None:
         self.config = config
         self.stop = stop or StopSignals()
-        self.job = Job(config)
+        self.job = Job(config, preflight)
         self.control, self.mesh = self.job.control, self.job.mesh
         self.shape = model_shape(self.job.train_model.causal_lm)
         self.peak_flops = peak_flops(self.job.device, peak_dtype(config), config.watch.peak_flops)
@@ -304,15 +311,17 @@ class Trainer:
                 )
 
 
-def train(config: Config) -> TrainReport:
+def train(config: Config, preflight: Preflight | None = None) -> TrainReport:
     """Train as configured, resuming by itself; collective over the launcher's ranks.
+
+    ``preflight``: further checks before the model is built.
 
     A signal (:data:`~anchorcontext.train.signals.STOP_SIGNALS`) to any rank ends the run after the
     step, with a checkpoint; an error of one rank ends all.
     """
     with StopSignals() as stop:
         with failing_together():
-            trainer = Trainer(config, stop)
+            trainer = Trainer(config, stop, preflight)
             report = trainer.run()
         trainer.close()  # only after success: a rank that failed must not wait for the others
     return report

@@ -61,6 +61,13 @@ def test_the_wheel_carries_the_license_and_the_command(wheel: Path) -> None:
     assert b"anchorcontext = anchorcontext.cli:main" in archive.read(entry_points)
 
 
+def test_the_wheel_carries_the_scripts_that_submit_fills_in(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    for name in ("slurm.sbatch", "env.sh"):
+        packaged = archive.read(f"anchorcontext/train/scripts/{name}")
+        assert packaged == (ROOT / "launch" / name).read_bytes()
+
+
 def test_the_wheel_works_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     target = tmp_path / "site"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
