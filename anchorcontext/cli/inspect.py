@@ -155,7 +155,7 @@ def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | No
         GRADIENT_SIZE,
         cost_model,
         element_size_of,
-        forwards_of,
+        passes_of,
     )
     from anchorcontext.watch.inspection import ModelTraffic
 
@@ -164,6 +164,7 @@ def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | No
     except UserError as error:
         echo(f"bytes are not counted, the model's config cannot be read: {error}")
         return None, None
+    passes = passes_of(config, sizes)
     traffic = ModelTraffic(
         num_layers=sizes.num_layers,
         num_heads=sizes.num_heads,
@@ -171,7 +172,8 @@ def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | No
         head_dim=sizes.head_dim,
         element_size=element_size_of(config),
         gradient_size=GRADIENT_SIZE,
-        forwards=forwards_of(config),
+        forwards=passes.attention,
+        swaps=passes.swaps,
     )
     parallel = config.parallel.model_copy(update={"sp": sp})
     return traffic, cost_model(config.model_copy(update={"parallel": parallel}), sizes)

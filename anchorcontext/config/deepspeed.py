@@ -60,12 +60,28 @@ def contradictions(config: Config) -> list[Problem]:
         if given not in (None, "auto"):
             rule = f"is decided by {key}"
             problems.append(Problem(f"deepspeed.{option}", given, rule, f"set {key} instead"))
+    device, ours = optimizer_device(config), config.train.offload_optimizer
+    if ours not in ("none", device):
+        option = "deepspeed.zero_optimization.offload_optimizer.device"
+        rule = f"contradicts train.offload_optimizer = {ours}"
+        problems.append(Problem(option, device, rule, "leave one of the two out"))
+    if device != "none" and config.train.zero_stage == 0:
+        rule = "master weights are offloaded where ZeRO shards them, and train.zero_stage = 0"
+        problems.append(
+            Problem("train.offload_optimizer", device, rule, "set it to none, or zero_stage to 1")
+        )
     zero = config.deepspeed.get("zero_optimization", {})
     if not isinstance(zero, dict):
         rule = "is a section of options"
         fix = "set the stage with train.zero_stage"
         problems.append(Problem("deepspeed.zero_optimization", zero, rule, fix))
     return problems
+
+
+def optimizer_device(config: Config) -> str:
+    """Where master weights and optimiser state are: ``none`` (the device), ``cpu`` or ``nvme``."""
+    given = _get(config.deepspeed, "zero_optimization.offload_optimizer.device")
+    return config.train.offload_optimizer if given is None else str(given)
 
 
 def undecided_options(options: dict[str, Any]) -> dict[str, Any]:

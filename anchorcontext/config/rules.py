@@ -53,6 +53,7 @@ def _model(config: Config) -> Iterator[Problem]:
             f"exactly one of model.path and model.scratch is set, not {'both' if both else 'none'}",
             "set the other to null" if both else "set one of them",
         )
+    yield from _checkpointing(config)
     if model.scratch is None:
         return
     if not isinstance(model.scratch.get("model_type"), str):
@@ -66,6 +67,30 @@ def _model(config: Config) -> Iterator[Problem]:
         if key in model.scratch:
             value = model.scratch[key]
             yield Problem(f"model.scratch.{key}", value, f"is decided by {ours}", "leave it out")
+
+
+def _checkpointing(config: Config) -> Iterator[Problem]:
+    model = config.model
+    for key, value, default in (
+        ("checkpoint_every", model.checkpoint_every, 1),
+        ("keep_attention", model.keep_attention, False),
+        ("offload_activations", model.offload_activations, False),
+    ):
+        if value != default and not model.gradient_checkpointing:
+            yield Problem(
+                f"model.{key}",
+                value,
+                "says how layers are checkpointed, and model.gradient_checkpointing = false",
+                f"set model.gradient_checkpointing to true, or {key} to {shown(default)}",
+            )
+    if model.keep_attention and config.attention.backend != "native":
+        yield Problem(
+            "model.keep_attention",
+            True,
+            f"attention.backend = {config.attention.backend!r} computes attention in functions of "
+            "its own, which keep nothing over a recomputation",
+            "set it to false, or attention.backend to native",
+        )
 
 
 def _rope(config: Config) -> Iterator[Problem]:

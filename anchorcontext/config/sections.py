@@ -89,6 +89,20 @@ class ModelSection(Section):
     gradient_checkpointing: bool = True
     """Recompute each layer's activations in backward instead of storing them."""
 
+    checkpoint_every: PositiveInt = 1
+    """Checkpoint layers 0, n, 2n, ... alone; the others store their activations."""
+
+    keep_attention: bool = False
+    """A checkpointed layer keeps attention's output and log-sum-exp, so that neither attention nor
+    its exchange runs again in backward."""
+
+    offload_activations: bool = False
+    """Hold what checkpointed layers keep in pinned host memory until backward."""
+
+    mlp_chunk_tokens: PositiveInt | None = None
+    """Compute MLPs so many tokens at a time, each chunk checkpointed by itself; null takes all at
+    once."""
+
 
 def _tag_template(template: str | None) -> str | None:
     if template is None:
@@ -380,6 +394,10 @@ class TrainSection(Section):
 
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage: 1 shards optimiser state, 2 also gradients, 3 also parameters."""
+
+    offload_optimizer: Literal["none", "cpu"] = "none"
+    """``cpu``: master weights and optimiser state stay in the host's memory, and are updated there;
+    from ``zero_stage`` 1 on."""
 
     deterministic: bool = False
     """Only operators that give the same bits in every run; on CPUs they always do, on GPUs it may

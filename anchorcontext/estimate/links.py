@@ -66,28 +66,37 @@ def row_traffic(plan: BatchPlan) -> RowTraffic:
 
 
 def layer_bytes(
-    plan: BatchPlan, rows: RowTraffic, sizes: ModelSizes, element_size: int, forwards: int
+    plan: BatchPlan,
+    rows: RowTraffic,
+    sizes: ModelSizes,
+    element_size: int,
+    forwards: int,
+    backwards: int = 1,
+    swaps: int | None = None,
 ) -> np.ndarray:
-    """int64 (P, P): bytes that rank i sends to rank j in one attention layer of a training step.
+    """int64 (P, P): bytes that rank i sends to rank j for attention in a training step.
 
     Args:
         element_size: bytes of an element of queries, keys and values; gradients of keys are fp32,
             but those that ring-flash-attn's llama3 function reduces.
-        forwards: forward passes a step, 2 with gradient checkpointing.
+        forwards, backwards: passes a step in which keys travel, 2 and 1 of a layer with gradient
+            checkpointing; of one layer or of all together.
+        swaps: forwards in which ulysses swaps, where they are not ``forwards``.
     """
     heads, kv_heads = heads_per_rank(sizes.num_heads, sizes.num_kv_heads, plan.ulysses)
     row = 2 * kv_heads * sizes.head_dim
     gradient_size = 4
     if isinstance(plan, RingFlashAttnPlan):
         gradient_size = plan.gradient_size(element_size)
-    keys = rows.forward * (row * element_size * (forwards + 1))
-    teams = keys + rows.returns * (row * gradient_size)
+    keys = rows.forward * (row * element_size * (forwards + backwards))
+    teams = keys + rows.returns * (row * gradient_size * backwards)
     sent = np.kron(teams, np.eye(plan.ulysses, dtype=np.int64))
     if plan.ulysses > 1:
         local = plan.batch_size * plan.local_length * (2 * heads + 2 * kv_heads) * sizes.head_dim
         member = 1 - np.eye(plan.ulysses, dtype=np.int64)
-        swaps = np.kron(np.eye(plan.num_teams, dtype=np.int64), member)
-        sent += swaps * (local * element_size * (forwards + 1))
+        swapped = np.kron(np.eye(plan.num_teams, dtype=np.int64), member)
+        rounds = (forwards if swaps is None else swaps) + backwards
+        sent += swapped * (local * element_size * rounds)
     return sent
 
 

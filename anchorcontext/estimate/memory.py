@@ -21,6 +21,10 @@ transformers writes it (``h`` hidden, ``i`` intermediate size, ``e`` bytes of an
 * attention: queries, keys, values, output, log-sum-exp: ``e D (2 Hq + 2 Hkv) + 4 Hq``;
 * gated MLP: gate, up, activation, product: ``4 e i``.
 
+A checkpointed layer keeps its input, ``e h``, and with ``keep_attention`` attention's output and
+log-sum-exp, ``(e D + 4) Hq``; with ``offload_activations`` the device keeps neither. A chunked MLP
+keeps nothing, and works with ``6 e i`` for one chunk's tokens and ``e h`` for all.
+
 The peak is the largest of the *phases* of a step. Between them memory changes linearly (gradients
 grow while activations go), so that no moment between two phases is worse than both.
 """
@@ -30,6 +34,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from ..config.deepspeed import optimizer_device
+from ..train.costs import checkpointed_layers, element_size_of
 from ..watch.sizes import ModelSizes
 
 if TYPE_CHECKING:
@@ -140,7 +146,8 @@ def state_memory(
     """Weights, gradients and optimiser of one rank.
 
     Args:
-        lazy: an allocated buffer takes memory only where it is touched, as on a CPU.
+        lazy: an allocated buffer takes memory only where it is touched, as on a CPU; what is
+            offloaded to the host stays in the same memory there.
     """
     stage, bf16 = config.train.zero_stage, config.model.dtype == "bf16"
     n, part = sizes.parameters, -(-sizes.parameters // world_size)
@@ -164,10 +171,10 @@ def state_memory(
         gathered = size * min(n - part, largest + ahead)
     masters = 0 if stage == 0 and not bf16 else FP32 * (part if stage else n)
     moments = 2 * FP32 * (part if stage else n) if config.optimizer.type == "adamw" else 0
-    if _offloaded(zero, "offload_optimizer"):
+    if optimizer_device(config) != "none" and not lazy:
         masters = moments = 0
     weights = size * (part if stage == 3 else n)
-    if stage == 3 and _offloaded(zero, "offload_param"):
+    if stage == 3 and _offloaded(zero, "offload_param") and not lazy:
         weights = 0
     return StateMemory(weights, gathered, masters, moments, kept, made, bucket, reduction)
 
@@ -194,10 +201,15 @@ def activation_memory(
     e = 2 if config.model.dtype == "bf16" else FP32
     h, i, width = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
     layer = layer_activation_bytes(sizes, e, ulysses) * tokens
-    rotary = tokens * 2 * e * width
-    checkpointing = config.model.gradient_checkpointing
-    stored = rotary + sizes.num_layers * (tokens * h * e if checkpointing else layer)
     freed = tokens * (4 * e * i + FP32 * h + 2 * e * h)
+    mlp_work = tokens * 2 * e * i
+    if config.model.mlp_chunk_tokens is not None:
+        layer -= tokens * 4 * e * i
+        freed -= tokens * 4 * e * i
+        mlp_work = min(config.model.mlp_chunk_tokens, tokens) * 6 * e * i + tokens * e * h
+    offload = config.model.offload_activations and not on_cpu
+    stored, recomputed = _kept_activations(config, sizes, tokens, layer, offload)
+    rotary = tokens * 2 * e * width
     accumulators = tokens * width * FP32 * (2 * sizes.num_heads + 2 * sizes.num_kv_heads)
     row = 2 * max(1, sizes.num_kv_heads // ulysses) * width
     exchange = 0
@@ -211,15 +223,44 @@ def activation_memory(
     if e == 2:  # a CPU multiplies in fp32; a GPU adds an fp32 product and casts the chunk
         loss += head + (0 if on_cpu else e * chunk * sizes.vocab_size)
     return ActivationMemory(
-        stored=stored,
+        stored=rotary + stored,
         last_norm=tokens * (FP32 * h + 2 * e * h + FP32),
-        recomputed=layer if checkpointing else 0,
-        mlp_work=tokens * 2 * e * i,
+        recomputed=recomputed,
+        mlp_work=mlp_work,
         attention_work=accumulators - freed,
         exchange=exchange,
         loss=loss,
         loss_kept=head + tokens * e * h,
     )
+
+
+def _kept_activations(
+    config: Config, sizes: ModelSizes, tokens: int, layer: int, offload: bool
+) -> tuple[int, int]:
+    """What all layers keep until backward, and what backward recomputes on top of that.
+
+    Backward is at its worst at the last layer, or at the last checkpointed one, when those behind
+    it are gone.
+
+    Args:
+        layer: bytes of all activations of one layer.
+        offload: what checkpointed layers keep is on the host.
+    """
+    model, num_layers = config.model, sizes.num_layers
+    checkpointed = checkpointed_layers(config, num_layers)
+    e = element_size_of(config)
+    hidden = tokens * sizes.hidden_size * e
+    attention = tokens * sizes.num_heads * (e * sizes.head_dim + FP32)
+    kept = hidden + (attention if model.keep_attention else 0)
+    if offload:
+        kept, again = 0, layer + hidden  # its input comes back
+    else:
+        again = layer - (attention if model.keep_attention else 0)
+    stored = checkpointed * kept + (num_layers - checkpointed) * layer
+    if not checkpointed:
+        return stored, 0
+    behind = (num_layers - 1) % model.checkpoint_every
+    return stored, max(0, again - behind * layer)
 
 
 def layer_activation_bytes(sizes: ModelSizes, element_size: int, ulysses: int = 1) -> int:

@@ -12,7 +12,7 @@ import numpy as np
 from ..errors import UserError
 from ..hardware import Hardware
 from ..plan import BatchPlan, check_heads, plan_batch
-from ..train.costs import cost_model, forwards_of, plan_options
+from ..train.costs import cost_model, passes_of, plan_options
 from ..watch.flops import attention_flops, linear_flops
 from ..watch.sizes import ModelSizes
 from ..window import Window
@@ -347,11 +347,13 @@ class _Seconds:
 
 
 def _recomputed(config: Config, sizes: ModelSizes, linear: float, attended: float) -> float:
-    """FLOPs of the second forward of every layer: 2 of a weight's 6, 4 of a pair's 14."""
-    if forwards_of(config) == 1:
-        return 0.0
-    layers = 1 - sizes.head_weights / sizes.linear_weights
-    return linear * layers / 3 + attended * 4 / 14
+    """FLOPs of every forward but the first: 2 of a weight's 6, 4 of a pair's 14."""
+    passes = passes_of(config, sizes)
+    weights = linear * (1 - sizes.head_weights / sizes.linear_weights) / 3
+    again = weights * (passes.linear - passes.layers) + (attended * 4 / 14) * (
+        passes.attention - passes.layers
+    )
+    return again / passes.layers
 
 
 def _mean(values: Sequence[Any], accumulation: int) -> float:

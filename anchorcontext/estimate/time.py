@@ -27,7 +27,7 @@ from ..hardware import Hardware
 from ..plan import BatchPlan
 from ..plan.tiling import tile_counts
 from ..plan.traffic import piece_loads
-from ..train.costs import cost_model, element_size_of, forwards_of
+from ..train.costs import cost_model, element_size_of, passes_of
 from ..watch.sizes import ModelSizes
 from .links import RowTraffic, across_nodes, layer_bytes, row_traffic
 from .memory import FP32, REDUCE_BUCKET, StateMemory, zero_options
@@ -90,17 +90,20 @@ def plan_micro_batch(
     plan: BatchPlan, sizes: ModelSizes, config: Config, hardware: Hardware, dp: int
 ) -> MicroBatch:
     """What one micro-batch costs every rank of its SP group."""
-    cost, forwards = cost_model(config, sizes, hardware), forwards_of(config)
+    cost, passes = cost_model(config, sizes, hardware), passes_of(config, sizes)
     element = element_size_of(config)
     rows = row_traffic(plan)
-    sent = layer_bytes(plan, rows, sizes, element, forwards) * sizes.num_layers
+    sent = layer_bytes(
+        plan, rows, sizes, element, passes.attention, backwards=passes.layers, swaps=passes.swaps
+    )
     across = _worst_place(sent, hardware.devices_per_node, dp)
     inside = np.where(across, 0, sent)
     outside = np.where(across, sent, 0)
     tokens = plan.batch_size * plan.local_length
     pairs = np.repeat(_team_pairs(plan), plan.ulysses) / plan.ulysses
-    messages = np.repeat(rows.messages * (forwards + 1) + rows.return_messages, plan.ulysses)
-    messages = messages + 2 * (plan.ulysses - 1) * (forwards + 1)
+    messages = rows.messages * (passes.attention + passes.layers)
+    messages = np.repeat(messages + rows.return_messages * passes.layers, plan.ulysses)
+    messages = messages + 2 * (plan.ulysses - 1) * (passes.swaps + passes.layers)
     tiles = np.repeat(tile_counts(plan.pieces, plan.num_teams, plan.exchange), plan.ulysses)
     attention = pairs * cost.seconds_per_pair + tiles * cost.seconds_per_tile
     attention = attention * sizes.num_layers
@@ -108,7 +111,7 @@ def plan_micro_batch(
         _busier(inside) / hardware.node_bytes_per_second,
         _busier(outside) / hardware.network_bytes_per_second,
     )
-    travel = travel + messages * sizes.num_layers * cost.seconds_per_message
+    travel = travel + messages * cost.seconds_per_message
     head = 6.0 * sizes.head_weights * tokens / cost.flops_per_second
     return MicroBatch(
         tokens=tokens,

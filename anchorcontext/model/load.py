@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..errors import UserError
 from .attention import enable
+from .memory import save_memory
 from .quiet import quiet_progress
 from .rope import cast_parameters, check_theta_sources, configure_rope, verify_rope
 from .supported import check_supported, output_head, probe_model
@@ -66,10 +67,7 @@ def build_model(
     output_head(model)
     if probe:
         probe_model(model)
-    if section.gradient_checkpointing:
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}
-        )
+    save_memory(model, section)
     return model
 
 

@@ -33,6 +33,7 @@ from anchorcontext.kernels import (
 
 from ..errors import UserError
 from ..plan import RingFlashAttnPlan, Step, Transfer, check_heads
+from .keep import keep_result, recomputed_result
 from .plan import Plan
 from .ring_flash_attn import ring_flash_attention
 from .transfer import Exchange, add_, put_, take
@@ -83,10 +84,14 @@ class _DistributedAttention(torch.autograd.Function):
         plan: Plan,
         scale: float,
     ) -> torch.Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            state = _forward(q, k, v, plan, scale)
-            out = state.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, state.lse)
+        kept = recomputed_result(q)
+        if kept is None:
+            with torch.autocast(q.device.type, enabled=False):
+                state = _forward(q, k, v, plan, scale)
+                kept = state.out.to(q.dtype), state.lse
+            keep_result(*kept)
+        out, lse = kept
+        ctx.save_for_backward(q, k, v, out, lse)
         ctx.plan, ctx.scale = plan, scale
         return out
 

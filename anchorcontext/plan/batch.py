@@ -168,8 +168,12 @@ class BatchPlan:
         gradient_size: int = 4,
         forwards: int = 1,
         backwards: int = 1,
+        swaps: int | None = None,
     ) -> int:
-        """Bytes ``rank`` sends in ``forwards`` and ``backwards`` of one attention layer.
+        """Bytes ``rank`` sends in ``forwards`` and ``backwards`` of attention layers.
+
+        ``swaps``: forwards in which ulysses swaps, where they are more than those that exchange
+        keys: a layer that is recomputed with its attention kept swaps again.
 
         ``element_size`` is of queries, keys and values, ``gradient_size`` of the key gradients that
         go back to their owners (4: fp32). What the run counts is equal to it, to the byte.
@@ -179,8 +183,11 @@ class BatchPlan:
         # Ulysses swaps queries, keys and values in, outputs out; backward swaps their gradients.
         local_rows = self.batch_size * self.local_length
         swapped = (self.ulysses - 1) * local_rows * (2 * heads + 2 * kv_heads) * head_dim
-        return forwards * (rows["forward"] + swapped * element_size) + backwards * (
-            rows["backward"] + swapped * element_size
+        swaps = (forwards if swaps is None else swaps) + backwards
+        return (
+            forwards * rows["forward"]
+            + backwards * rows["backward"]
+            + swaps * swapped * element_size
         )
 
 

@@ -99,7 +99,9 @@ class CostModel:
         num_heads: int,
         num_kv_heads: int,
         head_dim: int,
-        forwards: int = 1,
+        forwards: float = 1,
+        attention_forwards: float | None = None,
+        swaps: float | None = None,
         element_size: int = 2,
         gradient_size: int = 4,
         **rates: float,
@@ -112,20 +114,25 @@ class CostModel:
 
         Args:
             linear_weights: weights of the layer's matrix products.
-            forwards: forward passes a step; 2 with gradient checkpointing.
+            forwards: forward passes a step, 2 with gradient checkpointing; a mean, where layers
+                differ.
+            attention_forwards, swaps: of attention and its exchange, and those in which ulysses
+                swaps, where they are not ``forwards``.
             element_size: bytes of an element of keys and values.
             gradient_size: bytes of an element of the key gradients that travel back.
             rates: fields of the device: FLOP/s, bytes/s, seconds, memory.
         """
         keys = 2 * num_kv_heads * head_dim
+        attended = forwards if attention_forwards is None else attention_forwards
+        swaps = attended if swaps is None else swaps
         return cls(
             flops_per_token=2.0 * linear_weights * (forwards + 2),
-            flops_per_pair=4.0 * num_heads * head_dim * (forwards + 2.5),
-            bytes_per_row=float(keys * (element_size * (forwards + 1) + gradient_size)),
+            flops_per_pair=4.0 * num_heads * head_dim * (attended + 2.5),
+            bytes_per_row=float(keys * (element_size * (attended + 1) + gradient_size)),
             gradient_bytes_per_row=float(keys * gradient_size),
             memory_per_row=float(keys * element_size),
-            swap_bytes_per_head=float(head_dim * element_size * (forwards + 1)),
-            messages_per_peer=forwards + 2.0,
+            swap_bytes_per_head=float(head_dim * element_size * (swaps + 1)),
+            messages_per_peer=attended + 2.0,
             heads=(num_heads, num_kv_heads),
             **rates,
         )

@@ -147,6 +147,7 @@ class RingFlashAttnPlan(BatchPlan):
         gradient_size: int = 4,
         forwards: int = 1,
         backwards: int = 1,
+        swaps: int | None = None,
     ) -> int:
         """Bytes ``rank`` sends; the gradients' own size decides, not ``gradient_size``."""
         return super().bytes_sent(
@@ -158,6 +159,7 @@ class RingFlashAttnPlan(BatchPlan):
             gradient_size=self.gradient_size(element_size),
             forwards=forwards,
             backwards=backwards,
+            swaps=swaps,
         )
 
     def gradient_size(self, element_size: int) -> int:

@@ -6,6 +6,7 @@ from the same config: pure arithmetic, equal on every rank without communication
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..hardware import Hardware, load_hardware
@@ -38,13 +39,15 @@ def cost_model(config: Config, sizes: ModelSizes, hardware: Hardware | None = No
     parallel, dtype = config.parallel, config.model.dtype
     inside = hardware.devices_per_node % parallel.sp == 0
     rate = hardware.node_bytes_per_second if inside else hardware.network_bytes_per_second
-    memory = parallel.exchange_memory
+    memory, passes = parallel.exchange_memory, passes_of(config, sizes)
     return CostModel.of_layer(
         linear_weights=(sizes.linear_weights - sizes.head_weights) / sizes.num_layers,
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        forwards=forwards_of(config),
+        forwards=passes.linear / sizes.num_layers,
+        attention_forwards=passes.attention / sizes.num_layers,
+        swaps=passes.swaps / sizes.num_layers,
         element_size=element_size_of(config),
         gradient_size=GRADIENT_SIZE,
         flops_per_second=hardware.flops(dtype),
@@ -68,9 +71,36 @@ def plan_options(attention: AttentionSection, cost: CostModel | None) -> dict[st
     }
 
 
-def forwards_of(config: Config) -> int:
-    """Forward passes of a layer in a training step."""
-    return 2 if config.model.gradient_checkpointing else 1
+@dataclass(frozen=True)
+class Passes:
+    """Forward passes of a training step and micro-batch, summed over the layers."""
+
+    layers: int
+    """As many passes without any recomputation; backward is as many."""
+    linear: float
+    """Matrix products of weights, in units of a layer's."""
+    attention: int
+    """In which attention is computed and its keys travel."""
+    swaps: int
+    """In which ulysses swaps tokens for heads."""
+
+
+def passes_of(config: Config, sizes: ModelSizes) -> Passes:
+    """The forward passes of a step: the first ones, and what is recomputed in backward.
+
+    A checkpointed layer runs twice; its attention once, where that is kept. A chunked MLP is
+    computed once more than its layer, chunk by chunk.
+    """
+    layers, again = sizes.num_layers, checkpointed_layers(config, sizes.num_layers)
+    chunked = layers * sizes.mlp_share if config.model.mlp_chunk_tokens is not None else 0.0
+    attended = layers if config.model.keep_attention else layers + again
+    return Passes(layers, layers + again + chunked, attended, layers + again)
+
+
+def checkpointed_layers(config: Config, num_layers: int) -> int:
+    """Layers that are recomputed in backward: numbers 0, n, 2n, ... of ``checkpoint_every`` n."""
+    model = config.model
+    return -(-num_layers // model.checkpoint_every) if model.gradient_checkpointing else 0
 
 
 def element_size_of(config: Config) -> int:

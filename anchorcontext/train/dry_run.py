@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import Config, load_config
-from ..model import DTYPES, build_config
+from ..model import build_config
 from ..parallel import build_mesh, make_plan
 from ..plan import check_heads
 from ..watch.sizes import model_sizes
 from .checkpoint_files import find_checkpoints
-from .costs import cost_model, forwards_of, plan_options
+from .costs import GRADIENT_SIZE, cost_model, element_size_of, passes_of, plan_options
 from .engine import check_deepspeed_options, deepspeed_config
 from .job import build_loader, open_dataset, run_folder
 from .launch import start_process
@@ -74,13 +74,17 @@ def dry_run(config: Config) -> DryRun:
     options = plan_options(config.attention, cost)
     plan = make_plan(windows[0], mesh.sp_group, **options, engine=config.attention.engine)
     check_heads(sizes.num_heads, sizes.num_kv_heads, plan.data.ulysses)
-    sent = plan.predicted_bytes(
-        num_layers=sizes.num_layers,
+    passes = passes_of(config, sizes)
+    sent = plan.data.bytes_sent(
+        plan.sp_rank,
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        dtype=DTYPES[config.model.dtype],
-        forwards=forwards_of(config),
+        element_size=element_size_of(config),
+        gradient_size=GRADIENT_SIZE,
+        forwards=passes.attention,
+        backwards=passes.layers,
+        swaps=passes.swaps,
     )
     group = control.gather((plan.num_pairs, sent))[: mesh.sp]
     return DryRun(

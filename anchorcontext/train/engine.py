@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from ..config.deepspeed import optimizer_device
 from ..errors import UserError
 from .schedule import learning_rate_factor
 
@@ -49,6 +50,9 @@ def deepspeed_config(config: Config, world_size: int, device: torch.device) -> d
         "zero_allow_untested_optimizer": True,
         "optimizer": _optimizer_options(config, device),
     }
+    if train.offload_optimizer != "none":
+        offload = {"device": train.offload_optimizer, "pin_memory": device.type == "cuda"}
+        options["zero_optimization"]["offload_optimizer"] = offload
     if bf16:
         # A gradient that is not finite is never applied, whatever the stage (fp32 does so anyway).
         options["bf16"] = {"enabled": True, "check_grad_overflow": True}
@@ -199,10 +203,9 @@ def _optimizer_options(config: Config, device: torch.device) -> dict[str, Any]:
         "eps": given.eps,
         "weight_decay": given.weight_decay,
     }
-    offload = config.deepspeed.get("zero_optimization", {}).get("offload_optimizer", {})
     if device.type == "cpu":
         params["torch_adam"] = True
-    elif offload.get("device", "none") == "none":
+    elif optimizer_device(config) == "none":
         # torch's fused AdamW needs no compiler at run time, DeepSpeed's FusedAdam does.
         params |= {"torch_adam": True, "fused": True}
     return {"type": "AdamW", "params": params}

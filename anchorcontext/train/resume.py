@@ -25,12 +25,17 @@ _ROUNDING = (
     "attention.ulysses",
     "loss.chunk_tokens",
     "loss.kernel",
+    "model.checkpoint_every",
     "model.gradient_checkpointing",
+    "model.keep_attention",
+    "model.mlp_chunk_tokens",
+    "model.offload_activations",
     "parallel.exchange_memory",
     "parallel.hardware",
     "parallel.sp",
     "train.deterministic",
     "train.micro_batch_windows",
+    "train.offload_optimizer",
     "train.zero_stage",
 )
 

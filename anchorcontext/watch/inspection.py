@@ -73,7 +73,10 @@ class ModelTraffic:
     gradient_size: int
     """Bytes an element of their gradients."""
     forwards: int
-    """Forward passes a step: 2 with gradient checkpointing."""
+    """Forward passes of attention in a step, all layers together: twice the layers with gradient
+    checkpointing."""
+    swaps: int | None = None
+    """Those in which ulysses swaps, where they are not ``forwards``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,8 +218,9 @@ def _rank_row(
             head_dim=model.head_dim,
             element_size=model.element_size,
             gradient_size=model.gradient_size,
-            forwards=model.num_layers * model.forwards,
+            forwards=model.forwards,
             backwards=model.num_layers,
+            swaps=model.swaps,
         )
     return RankRow(
         rank=rank,

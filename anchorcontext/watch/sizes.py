@@ -42,6 +42,12 @@ class ModelSizes:
         return self.vocab_size * self.hidden_size
 
     @property
+    def mlp_share(self) -> float:
+        """Of a layer's weights of matrix products, those of a gated MLP."""
+        layer = (self.linear_weights - self.head_weights) / self.num_layers
+        return 3 * self.hidden_size * self.intermediate_size / layer
+
+    @property
     def flops_shape(self) -> ModelShape:
         """As :mod:`anchorcontext.watch.flops` takes it."""
         return ModelShape(self.linear_weights, self.num_layers, self.num_heads, self.head_dim)

@@ -48,6 +48,29 @@ def message(path: Path, *overrides: str) -> str:
             "model.scratch.rope_theta = 10000.0",
             "contradicts model.rope",
         ),
+        (
+            ["model.gradient_checkpointing=false", "model.checkpoint_every=2"],
+            "model.checkpoint_every = 2",
+            "model.gradient_checkpointing = false",
+        ),
+        (
+            ["model.gradient_checkpointing=false", "model.keep_attention=true"],
+            "model.keep_attention = true",
+            "model.gradient_checkpointing = false",
+        ),
+        (
+            ["train.offload_optimizer=cpu", "train.zero_stage=0"],
+            "train.offload_optimizer = 'cpu'",
+            "train.zero_stage = 0",
+        ),
+        (
+            [
+                "train.offload_optimizer=cpu",
+                "deepspeed={zero_optimization: {offload_optimizer: {device: nvme}}}",
+            ],
+            "offload_optimizer.device = 'nvme'",
+            "contradicts train.offload_optimizer = cpu",
+        ),
         (["model.rope.type=yarn"], "model.rope.factor = null", "needs a factor"),
         (["model.rope={type: default, factor: 2}"], "model.rope.factor = 2.0", "has no meaning"),
         (["model.max_position_embeddings=63"], "= 63", "data.window_tokens = 64"),

@@ -90,6 +90,12 @@ def test_options_of_deepspeed_and_sgd_change_the_states():
     zero = {"deepspeed": {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}}
     states = state_memory(SIZES, make_config(stage=2, **zero), 4)
     assert (states.masters, states.moments) == (0, 0)
+    ours = make_config(stage=2)
+    ours = ours.model_copy(
+        update={"train": ours.train.model_copy(update={"offload_optimizer": "cpu"})}
+    )
+    assert state_memory(SIZES, ours, 4) == states
+    assert state_memory(SIZES, ours, 4, lazy=True).moments > 0  # a CPU's memory is the host's
     small = {"deepspeed": {"zero_optimization": {"reduce_bucket_size": 1000}}}
     assert state_memory(SIZES, make_config(stage=2, **small), 4).bucket == 2 * 1000
     assert state_memory(SIZES, make_config(stage=2), 4).bucket == 2 * 500_000_000
@@ -150,6 +156,27 @@ def test_activations_by_hand():
     again = activations(make_config())
     assert (again.stored, again.recomputed) == (1000 * (rotary + 4 * 2 * 64), 1000 * layer)
     assert plain.last_norm == again.last_norm == 1000 * last_norm
+
+
+def test_levers_by_hand():
+    """As above, 4 layers: what a lever takes away and adds, bytes a token."""
+    layer, rotary, hidden, attention, intermediate = 2456, 64, 128, 4 * (2 * 16 + 4), 1024
+
+    def of(**model):
+        config = make_config()
+        config = config.model_copy(update={"model": config.model.model_copy(update=model)})
+        found = activations(config)
+        return (found.stored - 1000 * rotary) / 1000, found.recomputed / 1000, found.mlp_work
+
+    assert of() == (4 * hidden, layer, 1000 * 512)
+    # Layers 0 and 2 are checkpointed; 3, which is not, is gone when 2 is recomputed.
+    assert of(checkpoint_every=2)[:2] == (2 * hidden + 2 * layer, 0)
+    assert of(checkpoint_every=3)[:2] == (2 * hidden + 2 * layer, layer)  # 0 and 3
+    assert of(keep_attention=True)[:2] == (4 * (hidden + attention), layer - attention)
+    assert of(offload_activations=True)[:2] == (0, layer + hidden)
+    assert of(offload_activations=True, keep_attention=True)[:2] == (0, layer + hidden)
+    chunked = (4 * hidden, layer - intermediate, 100 * 1536 + 1000 * hidden)
+    assert of(mlp_chunk_tokens=100) == chunked
 
 
 def test_logits_are_never_held_whole():

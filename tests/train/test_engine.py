@@ -43,6 +43,10 @@ def test_the_optimiser_needs_no_compiler_except_for_offload(tiny):
     given = deepspeed_config(tiny(deepspeed=offload), 1, CUDA)
     assert "torch_adam" not in given["optimizer"]["params"]
     assert given["zero_optimization"] == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    ours = deepspeed_config(tiny(train={"offload_optimizer": "cpu"}), 1, CUDA)
+    assert "torch_adam" not in ours["optimizer"]["params"]
+    pinned = {"device": "cpu", "pin_memory": True}
+    assert ours["zero_optimization"] == {"stage": 1, "offload_optimizer": pinned}
 
 
 def test_norms_and_biases_are_not_decayed():
@@ -67,12 +71,17 @@ def one_step(rank, world_size, configs):
     return weights
 
 
-def test_optimizer_offload_passes_through_and_computes_the_same(tiny):
+def test_optimizer_offload_computes_the_same_by_our_key_and_deepspeeds(tiny):
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     configs = [
-        tiny(train={"zero_stage": stage, "windows_per_step": 2}, deepspeed=options)
-        for stage in (2, 3)
-        for options in ({}, offload)
+        tiny(train={"zero_stage": stage, "windows_per_step": 2, **train}, deepspeed=options)
+        for stage, train, options in (
+            (2, {}, {}),
+            (2, {}, offload),
+            (1, {"offload_optimizer": "cpu"}, {}),
+            (3, {}, {}),
+            (3, {"offload_optimizer": "cpu"}, {}),
+        )
     ]
     weights = run_distributed(one_step, 2, configs)[0]
     # Adam's first step is lr * g / (|g| + eps): rounding shows where g is as small as eps.

@@ -54,7 +54,7 @@ def test_rows_and_bytes_are_those_of_the_plan(exchange):
         head_dim=16,
         element_size=2,
         gradient_size=4,
-        forwards=2,
+        forwards=3 * 2,
     )
     window = window_of(7, 13, 5, 30)
     inspection = inspect_window(window, sp=4, layout="zigzag", exchange=exchange, model=model)
