@@ -287,6 +287,11 @@ class DataSection(Section):
     add_eos: bool = True
     """End every document with the tokenizer's EOS token."""
 
+    @property
+    def shared_anchor(self) -> bool:
+        """Whether a window begins with one anchor for all its documents."""
+        return self.anchor != "none" and self.anchor_copies == "none"
+
 
 class AttentionSection(Section):
     """Who sees whom, and how attention runs across ranks."""

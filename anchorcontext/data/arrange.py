@@ -48,7 +48,7 @@ def arrange(
     packing = pack(
         kept,
         data.window_tokens,
-        anchor=data.anchor != "none" and data.anchor_copies == "none",
+        anchor=data.shared_anchor,
         method=data.packing.method,
         max_truncation=data.packing.max_truncation,
         min_fill=0.0 if held_out else data.packing.min_fill,

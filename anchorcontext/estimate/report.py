@@ -146,7 +146,7 @@ def estimate_plan(
     micro = config.train.micro_batch_windows
     windows = sample_windows(config, mix, samples * micro)
     batches = [windows[start : start + micro] for start in range(0, len(windows), micro)]
-    documents = [len(w.cu_seqlens) - 1 - (config.data.anchor != "none") for w in windows]
+    documents = [len(np.unique(w.segment_docs)) - config.data.shared_anchor for w in windows]
     return PlanEstimate(
         model=sizes,
         hardware=hardware,
@@ -203,7 +203,7 @@ def _world(
     modes = dict.fromkeys((*MODES, config.attention.mode))
     if config.attention.backend != "native":  # made for one mode, and for some not at all
         modes = dict.fromkeys([config.attention.mode])
-    anchored = config.data.anchor != "none"
+    anchored = config.data.shared_anchor
     return WorldEstimate(
         world_size=world_size,
         dp=shape.dp,

@@ -42,7 +42,7 @@ def sample_windows(config: Config, mix: str, count: int) -> list[Window]:
         raise UserError(f"--mix {mix!r}: must be one of {', '.join(MIXES)}")
     if mix == "prepared":
         return _prepared(config, count)
-    anchor = config.data.anchor != "none"
+    anchor = config.data.shared_anchor
     tokens = config.data.window_tokens - anchor
     draw = _stdlib_lengths if mix == "stdlib" else lambda n, seed: mix_lengths(mix, n, seed)
     return [_window(draw(tokens, seed), anchor, config.loss.boundary) for seed in range(count)]

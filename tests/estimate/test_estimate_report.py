@@ -301,3 +301,23 @@ def test_planning_does_not_import_deepspeed():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+def test_windows_with_copies_of_the_anchor_are_planned_without_the_mode_anchor(tmp_path):
+    folder = tmp_path / "windows"
+    record = WindowRecord(
+        np.arange(4096) % 9,
+        np.array([0, 1, 2000, 2001, 4096]),
+        np.array([0, 0, 1, 1]),
+        np.array([-1, 0, -1, 0]),
+    )
+    with build_folder(folder) as builder:
+        builder.write_documents([(["s", "s"], ["a", "b"], np.array([1999, 2095]))])
+        builder.write_windows([record])
+        builder.write_meta(
+            {"anchor_id": 0, "vocab_size": 9, "window_tokens": 4096, "num_documents": 2}
+        )
+    config = demo(f"data.path={folder}", "data.anchor_copies=documents", "attention.mode=intra_doc")
+    found = estimate_plan(config, configured_sizes(config), load_hardware("cpu"), [2], "prepared")
+    assert [mode.mode for mode in found.worlds[0].modes] == ["full", "intra_doc"]
+    assert found.documents_a_window == 2
