@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import pickle
 
 import numpy as np
 import pyarrow as pa
@@ -104,8 +105,39 @@ def test_chunks_of_tables_go_on_where_one_ends(tmp_path, name, chunk_bytes):
     texts = [item.text for chunk in chunks for item in chunk.items()]
     assert texts == [row["text"] for row in ROWS]
     for number, chunk in enumerate(chunks):
-        rest = [c.rows for c in source.chunks(chunk.after, chunk_bytes)]
-        assert rest == [c.rows for c in chunks[number + 1 :]]
+        rest = [c.data for c in source.chunks(chunk.after, chunk_bytes)]
+        assert rest == [c.data for c in chunks[number + 1 :]]
+
+
+@pytest.mark.parametrize("kind", ["rows.parquet", "rows.arrow", "datasets"])
+def test_what_travels_to_a_worker_is_the_chunk_not_its_table(tmp_path, kind):
+    table = pa.table({"text": ["x" * 1000] * 100})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pa.ipc.new_stream(tmp_path / "rows.arrow", table.schema) as writer:
+        writer.write_table(table)
+    if kind == "datasets":
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset(table).to_parquet(tmp_path / "hub" / "train.parquet")
+        source = open_source(entry(tmp_path / "hub", kind="datasets", streaming=True))
+    else:
+        source = open_source(entry(tmp_path / kind))
+    chunks = list(source.chunks((), 5000))
+    assert len(chunks) >= 20 and all(len(pickle.dumps(chunk)) < 7000 for chunk in chunks)
+    assert [len(list(chunk.items())) for chunk in chunks[:-1]] == [4] * (len(chunks) - 1)
+
+
+def test_an_arrow_stream_that_ends_too_early_is_named(tmp_path):
+    table = pa.Table.from_pylist(ROWS)
+    with pa.ipc.new_stream(tmp_path / "rows.arrow", table.schema) as writer:
+        writer.write_table(table, max_chunksize=20)
+    source = open_source(entry(tmp_path / "rows.arrow"))
+    assert len(read(source)[0]) == 50
+    data = (tmp_path / "rows.arrow").read_bytes()
+    for size in (len(data) - 8, len(data) // 2):
+        (tmp_path / "rows.arrow").write_bytes(data[:size])
+        documents, log = read(source, "skip")
+        assert [problem.kind for problem in log.problems] == ["unreadable file"]
+        assert log.problems[0].location == f"{tmp_path}/rows.arrow:{len(documents)}"
 
 
 def test_broken_tables_are_named(tmp_path):

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import UserError
 from .documents import Position
 from .rows import RowReader
-from .table import TableChunk
+from .table import TableChunk, to_stream
 
 # Rows asked for at a time; chunks are cut from these by their bytes.
 ROWS = 1000
@@ -85,8 +85,7 @@ class HubDataset:
         for table in dataset.iter(batch_size=ROWS):
             size = max(1, table.num_rows * chunk_bytes // max(table.nbytes, 1))
             for begin in range(0, table.num_rows, size):
-                rows = table.slice(begin, size).combine_chunks()
-                batch = rows.to_batches()[0]
-                after = (row + batch.num_rows,)
-                yield TableChunk(self.reader, self.path, self.split, row, batch, after)
-                row += batch.num_rows
+                (rows,) = table.slice(begin, size).combine_chunks().to_batches()
+                after = (row + rows.num_rows,)
+                yield TableChunk(self.reader, self.path, self.split, row, to_stream(rows), after)
+                row += rows.num_rows

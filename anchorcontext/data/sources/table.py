@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from .rows import RowReader
 
 PARQUET = ".parquet"
 SUFFIXES = (PARQUET, ".arrow")
+MOST_ROWS = 4096
+FILE_MAGIC, END_OF_STREAM = b"ARROW1", b"\xff\xff\xff\xff\0\0\0\0"
 STATE, SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -28,23 +29,26 @@ class MissingColumn(Exception):
 
 @dataclass(frozen=True)
 class TableChunk:
-    """Rows of one table, the first of them row ``first_row``; or why there are none."""
+    """Rows of one table, the first of them row ``first_row``; or why there are none.
+
+    ``data`` is an Arrow IPC stream of the rows alone: a pickled slice would carry its whole table.
+    """
 
     reader: RowReader
     path: str
     inside: str
     first_row: int
-    rows: pa.RecordBatch | None
+    data: bytes
     after: Position
     damage: Problem | None = None
 
     @property
     def size(self) -> int:
-        return 0 if self.rows is None else int(self.rows.nbytes)
+        return len(self.data)
 
     def items(self) -> Iterator[Item]:
-        if self.rows is not None:
-            yield from self._rows(self.rows)
+        if self.data:
+            yield from self._rows(pa.ipc.open_stream(self.data).read_next_batch())
         if self.damage is not None:
             yield self.damage
 
@@ -58,6 +62,14 @@ class TableChunk:
                 row[tokens] = _values(ids[index])
             number = self.first_row + index
             yield from self.reader.items(row, f"{self.path}:{number}", f"{self.inside}:{number}")
+
+
+def to_stream(rows: pa.RecordBatch) -> bytes:
+    """The rows as an Arrow IPC stream."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, rows.schema) as writer:
+        writer.write_batch(rows)
+    return sink.getvalue().to_pybytes()
 
 
 def _values(cell: pa.Scalar) -> Any:
@@ -103,21 +115,21 @@ class Tables:
         try:
             for rows in _batches(path, self.reader, row, chunk_bytes):
                 after = (index, row + rows.num_rows)
-                yield TableChunk(self.reader, str(path), name, row, rows, after)
+                yield TableChunk(self.reader, str(path), name, row, to_stream(rows), after)
                 row += rows.num_rows
         except (OSError, pa.ArrowException, MissingColumn) as error:
             kind = "no such column" if isinstance(error, MissingColumn) else "unreadable file"
             problem = Problem(self.name, f"{path}:{row}", kind, str(error).splitlines()[0])
-            yield TableChunk(self.reader, str(path), name, row, None, (index + 1, 0), problem)
+            yield TableChunk(self.reader, str(path), name, row, b"", (index + 1, 0), problem)
 
 
 def _batches(path: Path, reader: RowReader, row: int, chunk_bytes: int) -> Iterator[pa.RecordBatch]:
     """The rows from ``row`` on, in batches whose edges depend on the file alone."""
     groups = _parquet_groups if path.suffix == PARQUET else _arrow_groups
     begin = 0
-    for num_rows, read in groups(path, reader, chunk_bytes):
+    for num_rows, batches in groups(path, reader, chunk_bytes):
         if row < begin + num_rows:
-            for batch in read():
+            for batch in batches:
                 if begin >= row and batch.num_rows:
                     yield batch
                 begin += batch.num_rows
@@ -125,7 +137,8 @@ def _batches(path: Path, reader: RowReader, row: int, chunk_bytes: int) -> Itera
             begin += num_rows
 
 
-Group = tuple[int, Callable[[], Iterator[pa.RecordBatch]]]
+Group = tuple[int, Iterator[pa.RecordBatch]]
+"""Rows, and the batches that hold them."""
 
 
 def _parquet_groups(path: Path, reader: RowReader, chunk_bytes: int) -> Iterator[Group]:
@@ -139,33 +152,41 @@ def _parquet_groups(path: Path, reader: RowReader, chunk_bytes: int) -> Iterator
                 for part in parts
                 if any(part.path_in_schema.split(".")[0] == c.split(".")[0] for c in columns)
             )
-            size = max(1, group.num_rows * chunk_bytes // max(num_bytes, 1))
-            yield (
-                group.num_rows,
-                partial(file.iter_batches, size, row_groups=[index], columns=columns),
-            )
+            # Repeated values take more bytes in memory than in the file: cut once more.
+            size = max(1, min(group.num_rows * chunk_bytes // max(num_bytes, 1), MOST_ROWS))
+            batches = file.iter_batches(size, row_groups=[index], columns=columns)
+            yield group.num_rows, _cut(batches, chunk_bytes)
+
+
+def _cut(batches: Iterable[pa.RecordBatch], chunk_bytes: int) -> Iterator[pa.RecordBatch]:
+    """The batches in slices of about ``chunk_bytes``; nothing is read until it is asked for."""
+    for batch in batches:
+        size = max(1, batch.num_rows * chunk_bytes // max(batch.nbytes, 1))
+        yield from (batch.slice(begin, size) for begin in range(0, batch.num_rows, size))
 
 
 def _arrow_groups(path: Path, reader: RowReader, chunk_bytes: int) -> Iterator[Group]:
     with pa.memory_map(str(path)) as source:
         for batch in _record_batches(source):
             batch = batch.select(_columns(path, reader, batch.schema.names))
-            size = max(1, batch.num_rows * chunk_bytes // max(batch.nbytes, 1))
-            yield batch.num_rows, partial(_slices, batch, size)
+            yield batch.num_rows, _cut([batch], chunk_bytes)
 
 
 def _record_batches(source: pa.NativeFile) -> Iterator[pa.RecordBatch]:
-    """Of a file in Arrow's stream format, which ``datasets`` writes, or in its file format."""
-    try:
-        yield from pa.ipc.open_stream(source)
-    except pa.ArrowInvalid:
-        source.seek(0)
+    """Of a file in Arrow's file format, or in its stream format, which ``datasets`` writes.
+
+    Raises:
+        pa.ArrowInvalid: it is neither, or a stream without its end, which may lack rows.
+    """
+    if source.read(len(FILE_MAGIC)) == FILE_MAGIC:
         file = pa.ipc.open_file(source)
         yield from (file.get_batch(index) for index in range(file.num_record_batches))
-
-
-def _slices(batch: pa.RecordBatch, size: int) -> Iterator[pa.RecordBatch]:
-    return (batch.slice(begin, size) for begin in range(0, batch.num_rows, size))
+        return
+    source.seek(0)
+    yield from pa.ipc.open_stream(source)
+    source.seek(source.size() - len(END_OF_STREAM))
+    if source.read() != END_OF_STREAM:
+        raise pa.ArrowInvalid("the Arrow stream has no end: rows may be missing")
 
 
 def _columns(path: Path, reader: RowReader, names: Sequence[str]) -> list[str]:
