@@ -62,6 +62,8 @@ class FlexEngine:
         """Why this engine cannot serve ``device`` and ``dtype``; None when it can."""
         if device.type != "cuda":
             return f"FlexAttention returns an LSE and gradients on cuda only, not on {device.type}"
+        if not torch.cuda.is_available():
+            return f"torch {torch.__version__} sees no CUDA device"
         if dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"it takes fp32, bf16 and fp16, not {dtype}"
         return None

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
-from anchorcontext.kernels import aot
+import anchorcontext.kernels.aot as aot
 
 from ..errors import UserError
 from .markdown import markdown_table
