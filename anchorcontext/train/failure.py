@@ -13,13 +13,14 @@ import logging
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import UserError
-from .control import RankError
+from .control import Control, RankError
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,17 @@ GRACE_SECONDS = 8.0
 """For a peer's main thread to come to the same end by itself, before its process is ended."""
 ECHO_SECONDS = 3.0
 """How long a broken connection waits for the error that broke it."""
+
+_start = ""
+
+
+def begin(control: Control) -> None:
+    """Tell this start of the ranks from an earlier one; collective.
+
+    torchrun's store outlives the ranks that it restarts: what ended them would end the next ones.
+    """
+    global _start
+    _start = control.from_first(uuid.uuid4().hex)
 
 
 @contextlib.contextmanager
@@ -68,28 +80,27 @@ def _store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
+def _key() -> str:
+    return f"{KEY}/{_start}"
+
+
 def _first_failure(store: dist.Store, rank: int, error: Exception) -> dict[str, Any]:
     """The failure that began it: another rank's, if there is one, else this one, now told."""
     deadline = time.monotonic() + (ECHO_SECONDS if _is_echo(error) else 0.0)
     mine = {"rank": rank, "error": f"{type(error).__name__}: {error}"}
-    while True:
-        told = _told(store)
-        if told is not None:
-            return told
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(0.1)
     try:
-        return dict(json.loads(store.compare_set(KEY, "", json.dumps(mine))))
-    except Exception:
+        while time.monotonic() < deadline:
+            told = _told(store)
+            if told is not None:
+                return told
+            time.sleep(0.1)
+        return dict(json.loads(store.compare_set(_key(), "", json.dumps(mine))))
+    except RuntimeError:
         return mine  # the store is gone with the process that held it
 
 
 def _told(store: dist.Store) -> dict[str, Any] | None:
-    try:
-        return dict(json.loads(store.get(KEY))) if store.check([KEY]) else None
-    except Exception:
-        return None
+    return dict(json.loads(store.get(_key()))) if store.check([_key()]) else None
 
 
 def _is_echo(error: Exception) -> bool:
@@ -102,7 +113,10 @@ def _is_echo(error: Exception) -> bool:
 def _watch(ended: threading.Event) -> None:
     while not ended.wait(POLL_SECONDS):
         store = _store()
-        told = None if store is None else _told(store)
+        try:
+            told = None if store is None else _told(store)
+        except RuntimeError:
+            return  # each further question would fill the log with a stack of torch's
         if told is not None and told["rank"] != dist.get_rank():
             if not ended.wait(GRACE_SECONDS):
                 logger.error("%s", _text(told))

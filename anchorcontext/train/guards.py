@@ -148,25 +148,25 @@ class Guards:
 def dump_step(
     folder: Path, record: StepRecord, finding: Finding, dataset: WindowDataset, position: int
 ) -> None:
-    """Write what a step was made of into ``folder``, to replay it; a full disk is only logged.
+    """Write what a step was made of into ``folder``, to replay it; what prevents it is only logged.
 
     Args:
         position: global windows handed out before the step, as in the loader's state.
     """
-    values = {
-        "event": finding.name,
-        "text": finding.text,
-        "position": position,
-        "dataset": str(dataset.path),
-        "fingerprint": dataset.fingerprint,
-        "record": record.as_dict(),
-        "windows": [{"window": w, "documents": _documents(dataset, w)} for w in record.windows],
-    }
     file = folder / f"step-{record.step:06d}-{finding.name}.json"
     try:
+        values = {
+            "event": finding.name,
+            "text": finding.text,
+            "position": position,
+            "dataset": str(dataset.path),
+            "fingerprint": dataset.fingerprint,
+            "record": record.as_dict(),
+            "windows": [{"window": w, "documents": _documents(dataset, w)} for w in record.windows],
+        }
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(json.dumps(json_values(values), indent=2) + "\n")
-    except OSError as error:
+    except (OSError, UserError) as error:
         logger.warning("%s cannot be written: %s", file, error)
 
 

@@ -97,9 +97,9 @@ class Trainer:
             if self.step >= self.config.train.steps:
                 logger.info("%s: all %d steps are done", self.job.run_dir, self.step)
                 return self.report
-            if parity.at_start:
-                self.check_parity("before the first step")
             try:
+                if parity.at_start:
+                    self.check_parity("before the first step")
                 if self._train():
                     return self.report
                 if parity.at_end:

@@ -35,7 +35,7 @@ from anchorcontext.watch.jsonl import read_metrics
 
 LONGEST_END = 60.0
 """Seconds from the first rank's end to the last one's."""
-LONGEST_LIFE = 240.0
+LONGEST_LIFE = 600.0
 KINDS = (
     "kill all in a step",
     "kill one in a step",
@@ -67,7 +67,7 @@ class Fault:
 def draw(kind: str, chance: random.Random, ranks: int) -> Fault:
     """A fault of a kind, at a random place."""
     return Fault(
-        kind, chance.randrange(ranks), chance.randint(1, 3), chance.random() < 0.5, chance.random()
+        kind, chance.randrange(ranks), chance.randint(1, 4), chance.random() < 0.5, chance.random()
     )
 
 
@@ -182,9 +182,11 @@ def arm(fault: Fault, rank: int, ranks: int) -> None:
             raise OSError("chaos")
         if now and "terminate" in fault.kind and (mine or everybody):
             os.kill(os.getpid(), signal.SIGTERM)
+        if first["step"] == fault.step + 3 and fault.kind == "disk full once":
+            os.kill(os.getpid(), signal.SIGTERM)  # it was survived
         if mine and fault.kind.startswith("disk full"):
-            full = first["step"] >= fault.step and fault.kind == "disk full"
-            full = full or (now and fault.kind == "disk full once")
+            spared = 2 if fault.kind == "disk full once" else LONGEST_LIFE
+            full = fault.step <= first["step"] < fault.step + spared
             limit = 1 << 16 if full else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
         return step(*arguments, **options)
@@ -262,7 +264,7 @@ def chaos(folder: Path, faults: int, seed: int, ranks: int = 2) -> list[Fault]:
     """
     chance = random.Random(seed)
     kinds = [*chance.sample(KINDS, len(KINDS)), *chance.choices(KINDS, k=faults)][:faults]
-    total = 2 * faults + 8
+    total = 3 * faults + 10
     prepare(folder)
     reference = run_config(folder, "undisturbed", total)
     assert live(reference, None, ranks) == [0] * ranks
@@ -273,6 +275,7 @@ def chaos(folder: Path, faults: int, seed: int, ranks: int = 2) -> list[Fault]:
     for kind in kinds:
         fault = draw(kind, chance, ranks)
         before = newest_intact(checkpoints)
+        assert before < total, "the run was over before its faults"
         started = time.monotonic()
         if kind in ("flip bits", "cut a file short"):
             if not spoil(checkpoints, fault):
@@ -286,7 +289,7 @@ def chaos(folder: Path, faults: int, seed: int, ranks: int = 2) -> list[Fault]:
             *(kind, fault.rank, before, after, codes, time.monotonic() - started),
         )
         assert after >= before, f"{fault}: step {before} is lost, {after} is the newest"
-        if "terminate" in kind and after < total:
+        if ("terminate" in kind or kind == "disk full once") and after < total:
             assert codes == [0] * ranks and after > before, f"{fault}: {codes}, step {after}"
         struck.append(fault)
     assert live(run_config(folder, run.name, total), None, ranks) == [0] * ranks

@@ -9,10 +9,15 @@ import transformers
 from anchorcontext.config import save_config
 from anchorcontext.errors import UserError
 from anchorcontext.testing import run_distributed
-from anchorcontext.train.checkpoint_files import find_checkpoints, read_checkpoint
+from anchorcontext.train.checkpoint_files import (
+    find_checkpoints,
+    read_checkpoint,
+    write_manifest,
+)
 from anchorcontext.train.consolidate import gather_state_dict, load_consolidated_state_dict
 from anchorcontext.train.loop import Trainer
 from anchorcontext.train.resume import check_resumable
+from anchorcontext.train.writer import QueuedWriter, snapshot
 
 
 def train_and_save(rank, world_size, configs):
@@ -150,6 +155,45 @@ def test_damage_that_keeps_the_size_is_found_by_its_checksum(tiny):
         flip_bits(next(path.glob("engine/*model_states.pt")))
     with pytest.raises(RuntimeError, match="every checkpoint is damaged"):
         run_distributed(latest, 1, config, None)
+    for path in paths[1:]:
+        (path / "trainer.json").unlink()
+    with pytest.raises(RuntimeError, match="every checkpoint is damaged"):
+        run_distributed(latest, 1, config, None)  # a run does not start anew on its own
+
+
+def test_a_flipped_bit_in_any_small_file_is_found(tmp_path):
+    for name in ("config.yaml", "trainer.json", "hf/config.json", "manifest.json"):
+        folder = tmp_path / name.replace("/", "-") / "step-000003"
+        (folder / "hf").mkdir(parents=True)
+        for file in ("config.yaml", "trainer.json", "hf/config.json"):
+            (folder / file).write_text('{"seed": 10, "position": 1234567}')
+        write_manifest(folder, {"step": 3, "layout": {}})
+        assert read_checkpoint(folder).step == 3
+        content = (folder / name).read_bytes()
+        place = content.index(b"3" if name == "manifest.json" else b"4")
+        (folder / name).write_bytes(content[:place] + b"7" + content[place + 1 :])
+        with pytest.raises(UserError, match=r"does not match its checksum"):
+            read_checkpoint(folder)
+
+
+def test_a_snapshot_is_a_copy_that_shares_what_was_shared(tmp_path):
+    whole = torch.arange(12.0)
+    state = {"all": whole, "some": [whole[3:7].view(2, 2)], "step": 3, "none": (None, whole[:0])}
+    copied = snapshot(state)
+    whole.zero_()
+    assert torch.equal(copied["all"], torch.arange(12.0))
+    copied["all"][3] = -1.0
+    assert copied["some"][0][0, 0] == -1.0 and copied["step"] == 3
+    writer = QueuedWriter(background=True)
+    (tmp_path / "engine").mkdir()
+    writer.save(state, "/somewhere/else/a.pt")
+    whole.fill_(5.0)
+    writer.write(tmp_path).result()
+    assert torch.load(tmp_path / "engine" / "a.pt")["all"].sum() == 0
+    writer.save(state, "a.pt")
+    with pytest.raises(OSError, match=r"no-such-folder.*MiB are free there"):
+        writer.write(tmp_path / "no-such-folder").result()
+    writer.close()
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
