@@ -11,7 +11,7 @@ from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, pl
 from anchorcontext.cli.engines import kernels, numerics
 from anchorcontext.cli.kernels_aot import kernels_aot
 from anchorcontext.cli.packing import packing
-from anchorcontext.cli.scaling import growth, step
+from anchorcontext.cli.scaling import growth, memory, step
 from anchorcontext.cli.tokenising import data
 from anchorcontext.errors import UserError
 
@@ -257,6 +257,7 @@ command.add_command(growth, "growth")
 command.add_command(kernels, "kernels")
 command.add_command(kernels_aot, "kernels-aot")
 command.add_command(layouts, "layouts")
+command.add_command(memory, "memory")
 command.add_command(modes, "modes")
 command.add_command(numerics, "numerics")
 command.add_command(packing, "packing")

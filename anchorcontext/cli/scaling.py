@@ -1,4 +1,4 @@
-"""``anchorcontext bench step`` and ``growth``: several ranks against one process."""
+"""``anchorcontext bench step``, ``growth`` and ``memory``: what a training step costs."""
 
 from __future__ import annotations
 
@@ -56,6 +56,48 @@ def step(config: Config, mix: str, repeats: int, seed: int, markdown: Path | Non
         write_section(markdown, "step", step_markdown(report, setting, line))
         echo(f"written to {markdown}")
     return Outcome(report)
+
+
+@config_command
+@click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
+@click.option(
+    "--chunk-tokens",
+    default=4096,
+    type=click.IntRange(min=1),
+    metavar="N",
+    show_default=True,
+    help="Of chunked MLPs.",
+)
+@click.option("--threads", default=1, metavar="N", show_default=True, help="CPU threads.")
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Write the table into its section of PATH, docs/benchmarks.md.",
+)
+def memory(
+    config: Config, mix: str, chunk_tokens: int, threads: int, markdown: Path | None
+) -> Outcome:
+    """Measure the memory of a training step with each memory lever, against none (Linux)."""
+    import sys
+
+    from anchorcontext.bench import memory as bench
+    from anchorcontext.bench.markdown import write_section
+
+    if sys.platform != "linux":
+        raise UserError(f"bench memory on {sys.platform}: it reads /proc/self/status; use Linux")
+    tokens = config.data.window_tokens
+    setting = f"{config.run.name}: {tokens:,} tokens of the mix {mix}, {_machine()}."
+    rows = bench.bench_memory(config, mix, chunk_tokens, threads, echo)
+    echo_table(bench.memory_rows(rows), bench.HEADERS, title=setting)
+    if markdown is not None and is_main_rank():
+        line = (
+            f"anchorcontext bench memory CONFIG data.window_tokens={tokens} --mix {mix} "
+            f"--chunk-tokens {chunk_tokens} --threads {threads} --markdown {markdown}"
+        )
+        write_section(markdown, "memory", bench.memory_markdown(rows, setting, line))
+        echo(f"written to {markdown}")
+    return Outcome(rows)
 
 
 @plain_command
