@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config import Config
+from ..config.deepspeed import optimizer_device
 from ..errors import UserError
 
 FORMAT = 2
@@ -46,11 +47,15 @@ class WorldLayout:
     sp: int
     zero_stage: int
     dtype: str
+    optimizer_device: str = "none"
+    """Where the optimiser's state is offloaded to: DeepSpeed then takes other optimisers."""
 
     @classmethod
     def of(cls, config: Config, world_size: int) -> WorldLayout:
         """The layout of a run."""
-        return cls(world_size, config.parallel.sp, config.train.zero_stage, config.model.dtype)
+        train, dtype = config.train, config.model.dtype
+        sp, device = config.parallel.sp, optimizer_device(config)
+        return cls(world_size, sp, train.zero_stage, dtype, device)
 
     def changes_to(self, other: WorldLayout) -> list[str]:
         """What differs, as ``name before -> after``."""

@@ -111,14 +111,15 @@ def move(rank, world_size, configs):
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_state_moves_through_all_stages_bit_for_bit(tiny, dtype):
-    """From one rank to three, where flat groups and pieces are padded, and through every stage."""
+    """From one rank to three, where flat groups and pieces are padded, through every stage, to the
+    host's memory and back."""
 
-    def config(sp, stage):
+    def config(sp, stage, offload="none"):
         return tiny(
             run={"name": "moved"},
             model={"dtype": dtype},
             parallel={"sp": sp},
-            train={"steps": STEPS, "zero_stage": stage},
+            train={"steps": STEPS, "zero_stage": stage, "offload_optimizer": offload},
         )
 
     first = config(1, 0)
@@ -136,7 +137,8 @@ def test_state_moves_through_all_stages_bit_for_bit(tiny, dtype):
 
     expected = states()
     assert len(expected[0]) == 21 and all(state[1] == SAVED for state in expected[0].values())
-    run_distributed(move, 3, [config(3, stage) for stage in (1, 3, 2, 0, 3)], timeout=300.0)
+    way = [(1,), (1, "cpu"), (3, "cpu"), (2,), (0,), (3,)]
+    run_distributed(move, 3, [config(3, *step) for step in way], timeout=300.0)
     found = states()
     assert found[1:] == expected[1:]
     assert found[0].keys() == expected[0].keys()
