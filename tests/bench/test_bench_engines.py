@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from click.testing import CliRunner
 
-from anchorcontext.cli.engines import kernels, numerics
+from anchorcontext.cli.bench.engines import kernels, numerics
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from anchorcontext.cli.bench.options import parse_heads
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.errors import UserError, writing
 
@@ -56,7 +57,6 @@ def calibrate(
 
     from anchorcontext.bench.calibrate import HEADERS, Settings, table_rows
     from anchorcontext.bench.calibrate import calibrate as measure
-    from anchorcontext.cli.bench import parse_heads
     from anchorcontext.hardware import load_hardware, profile_text
     from anchorcontext.train.launch import start_process
 

@@ -1,4 +1,4 @@
-"""``anchorcontext bench NAME``: benchmarks, each against named baselines in the same run."""
+"""``anchorcontext bench layouts``, ``modes`` and ``peers``: attention across ranks and alone."""
 
 from __future__ import annotations
 
@@ -6,34 +6,15 @@ from pathlib import Path
 
 import click
 
-from anchorcontext.cli.calibrate import calibrate
+from anchorcontext.cli.bench.options import markdown_option, parse_heads
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
-from anchorcontext.cli.engines import kernels, numerics
-from anchorcontext.cli.kernels_aot import kernels_aot
-from anchorcontext.cli.packing import packing
-from anchorcontext.cli.scaling import growth, memory, step
-from anchorcontext.cli.tokenising import data
-from anchorcontext.errors import UserError
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
-def command() -> None:
-    """Benchmarks, each against named baselines in the same run.
-
-    Each takes --json PATH, and --markdown PATH for its section of docs/benchmarks.md.
-    """
 
 
 @plain_command
 @click.option(
     "--seed", default=0, metavar="N", show_default=True, help="Which windows of the mixes."
 )
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the tables into their section of PATH, docs/benchmarks.md.",
-)
+@markdown_option("docs/benchmarks.md")
 def layouts(seed: int, markdown: Path | None) -> Outcome:
     """Compare layouts on named length mixes: modelled step time, balance and travel."""
     from anchorcontext.bench.layouts import LAYOUTS, bench_layouts, layouts_markdown
@@ -75,12 +56,7 @@ def layouts(seed: int, markdown: Path | None) -> Outcome:
 @click.option("--threads", default=1, metavar="N", show_default=True, help="CPU threads.")
 @click.option("--repeats", default=3, metavar="N", show_default=True)
 @click.option("--seed", default=0, metavar="N", show_default=True, help="Which window of the mix.")
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the table into its section of PATH, docs/benchmarks.md.",
-)
+@markdown_option("docs/benchmarks.md")
 def modes(
     window: int,
     mix: str,
@@ -168,12 +144,7 @@ def modes(
     multiple=True,
     help="How the ranks are joined; may be repeated. Default: all. All but loopback need root.",
 )
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the tables into their section of PATH, docs/benchmarks.md.",
-)
+@markdown_option("docs/benchmarks.md")
 def peers(
     window: int,
     full_window: int,
@@ -238,28 +209,3 @@ def peers(
         write_section(markdown, "peers", table.peers_markdown(report, setting, line))
         echo(f"written to {markdown}")
     return Outcome(report)
-
-
-def parse_heads(text: str) -> tuple[int, int]:
-    """``8/2`` -> 8 query and 2 key/value heads."""
-    parts = text.split("/")
-    if len(parts) != 2 or not all(part.isdigit() and int(part) > 0 for part in parts):
-        raise UserError(f"--heads {text}: give query/key heads, as in 8/2")
-    num_heads, num_kv_heads = map(int, parts)
-    if num_heads % num_kv_heads:
-        raise UserError(f"--heads {text}: key/value heads must divide query heads, as in 8/2")
-    return num_heads, num_kv_heads
-
-
-command.add_command(calibrate, "calibrate")
-command.add_command(data, "data")
-command.add_command(growth, "growth")
-command.add_command(kernels, "kernels")
-command.add_command(kernels_aot, "kernels-aot")
-command.add_command(layouts, "layouts")
-command.add_command(memory, "memory")
-command.add_command(modes, "modes")
-command.add_command(numerics, "numerics")
-command.add_command(packing, "packing")
-command.add_command(peers, "peers")
-command.add_command(step, "step")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from anchorcontext.cli.bench.options import markdown_option
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 
 
@@ -23,12 +24,7 @@ from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, pl
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=2, metavar="N", show_default=True)
 @click.option("--tokenizer", metavar="FOLDER", help="Default: a BPE of 8,192 entries is trained.")
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the table into its section of PATH, docs/benchmarks.md.",
-)
+@markdown_option("docs/benchmarks.md")
 def data(
     megabytes: int, workers: int | None, repeats: int, tokenizer: str | None, markdown: Path | None
 ) -> Outcome:

@@ -7,18 +7,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from anchorcontext.cli.bench.options import markdown_option, parse_heads
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.errors import UserError
 
 if TYPE_CHECKING:
     import torch
 
-_markdown = click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the table into its section of PATH.",
-)
 _lengths = click.option(
     "--tokens", "lengths", multiple=True, type=click.IntRange(min=2), metavar="L",
     help="Tokens of a window; may be given several times.",
@@ -34,7 +29,7 @@ _threads = click.option("--threads", default=1, metavar="N", show_default=True, 
 @click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
 @_threads
 @click.option("--repeats", default=3, metavar="N", show_default=True)
-@_markdown
+@markdown_option("docs/benchmarks.md")
 def kernels(
     lengths: tuple[int, ...],
     heads: str,
@@ -53,7 +48,6 @@ def kernels(
 
     from anchorcontext.bench.kernels import HEADERS, bench_kernels, kernels_markdown, table_rows
     from anchorcontext.bench.markdown import write_section
-    from anchorcontext.cli.bench import parse_heads
 
     lengths = lengths or (65536,)
     torch.set_num_threads(threads)
@@ -89,7 +83,7 @@ def kernels(
 @click.option("--heads", default="2/1", metavar="Q/KV", show_default=True, help="Heads.")
 @click.option("--head-dim", default=64, metavar="D", show_default=True)
 @_threads
-@_markdown
+@markdown_option("docs/kernels.md")
 def numerics(
     lengths: tuple[int, ...], heads: str, head_dim: int, threads: int, markdown: Path | None
 ) -> Outcome:
@@ -106,7 +100,6 @@ def numerics(
         numerics_markdown,
         table_rows,
     )
-    from anchorcontext.cli.bench import parse_heads
 
     lengths = lengths or (1024, 4096, 16384, 65536)
     if head_dim < 1:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from anchorcontext.cli.bench.options import markdown_option, parse_heads
 from anchorcontext.cli.common import (
     Outcome,
     config_command,
@@ -29,12 +30,7 @@ from anchorcontext.errors import UserError
     help="Measured windows.",
 )
 @click.option("--seed", default=0, metavar="N", show_default=True, help="First window of the mix.")
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the table into its section of PATH, docs/benchmarks.md.",
-)
+@markdown_option("docs/benchmarks.md")
 def step(config: Config, mix: str, repeats: int, seed: int, markdown: Path | None) -> Outcome:
     """Time a training step on parallel.sp ranks of one thread against one process of as many."""
     from anchorcontext.bench.markdown import write_section
@@ -69,12 +65,7 @@ def step(config: Config, mix: str, repeats: int, seed: int, markdown: Path | Non
     help="Of chunked MLPs.",
 )
 @click.option("--threads", default=1, metavar="N", show_default=True, help="CPU threads.")
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the table into its section of PATH, docs/benchmarks.md.",
-)
+@markdown_option("docs/benchmarks.md")
 def memory(
     config: Config, mix: str, chunk_tokens: int, threads: int, markdown: Path | None
 ) -> Outcome:
@@ -141,7 +132,6 @@ def growth(
 
     from anchorcontext.bench import growth as bench
     from anchorcontext.bench.markdown import write_section
-    from anchorcontext.cli.bench import parse_heads
 
     num_heads, num_kv_heads = parse_heads(heads)
     machine = _machine()

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from anchorcontext.cli.bench.options import markdown_option
 from anchorcontext.cli.common import Outcome, echo, is_main_rank, plain_command
 from anchorcontext.errors import UserError
 
@@ -14,12 +15,7 @@ from anchorcontext.errors import UserError
 @click.option(
     "--head-dims", default="64,96,128,256", metavar="D,…", show_default=True, help="Head sizes."
 )
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the table into its section of PATH, docs/kernels.md.",
-)
+@markdown_option("docs/kernels.md")
 def kernels_aot(head_dims: str, markdown: Path | None) -> Outcome:
     """Compile the Triton kernels for sm_90 and sm_80: registers, spills, tensor-core code.
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from anchorcontext.cli.bench.options import markdown_option
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 
 
@@ -27,12 +28,7 @@ from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, pl
     help="Tokens.",
 )
 @click.option("--seed", default=0, metavar="N", show_default=True, help="Of the lengths.")
-@click.option(
-    "--markdown",
-    type=click.Path(path_type=Path, dir_okay=False),
-    metavar="PATH",
-    help="Write the table into its section of PATH, docs/data.md.",
-)
+@markdown_option("docs/data.md")
 def packing(documents: int, window: int, seed: int, markdown: Path | None) -> Outcome:
     """Pack document lengths in every way: seconds of one core, memory, filling, cut documents."""
     from anchorcontext.bench.markdown import write_section
