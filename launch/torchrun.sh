@@ -10,7 +10,7 @@
 # RANKS    ranks on this machine (default: its GPUs, or 1)
 # NODES    machines (default 1); NODE: which one this is (default 0)
 # MASTER   host:port of machine 0; needed with more than one machine
-# RESTARTS restarts after a failed rank (default 0)
+# RESTARTS restarts of the ranks when one of them fails, on one machine (default 0)
 # BIN      folder of torchrun (default: the one on PATH)
 set -euo pipefail
 
@@ -28,6 +28,12 @@ NODES="${NODES:-1}"
 [ -n "${BIN:-}" ] || command -v torchrun > /dev/null || BIN="$(dirname "${BASH_SOURCE[0]}")/../.venv/bin"
 launcher="${BIN:+$BIN/}torchrun"
 
+if [ "${RESTARTS:-0}" -gt 0 ]; then
+    # The launcher's store would keep the addresses of the ranks that ended, and the new ones may
+    # meet those (pytorch/pytorch issue 135712). With this the ranks bring a store of their own.
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    [ "$NODES" -eq 1 ] || { echo "RESTARTS=$RESTARTS: for one machine; NODES=$NODES" >&2; exit 2; }
+fi
 if [ "$NODES" -gt 1 ]; then
     : "${MASTER:?set MASTER=host:port of machine 0}"
     rendezvous=(--nnodes "$NODES" --node-rank "${NODE:-0}"

@@ -13,14 +13,13 @@ import logging
 import os
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
 
 from ..errors import UserError
-from .control import Control, RankError
+from .control import RankError
 
 logger = logging.getLogger(__name__)
 
@@ -30,17 +29,6 @@ GRACE_SECONDS = 8.0
 """For a peer's main thread to come to the same end by itself, before its process is ended."""
 ECHO_SECONDS = 3.0
 """How long a broken connection waits for the error that broke it."""
-
-_start = ""
-
-
-def begin(control: Control) -> None:
-    """Tell this start of the ranks from an earlier one; collective.
-
-    torchrun's store outlives the ranks that it restarts: what ended them would end the next ones.
-    """
-    global _start
-    _start = control.from_first(uuid.uuid4().hex)
 
 
 @contextlib.contextmanager
@@ -80,10 +68,6 @@ def _store() -> dist.Store | None:
     return dist.distributed_c10d._get_default_store()
 
 
-def _key() -> str:
-    return f"{KEY}/{_start}"
-
-
 def _first_failure(store: dist.Store, rank: int, error: Exception) -> dict[str, Any]:
     """The failure that began it: another rank's, if there is one, else this one, now told."""
     deadline = time.monotonic() + (ECHO_SECONDS if _is_echo(error) else 0.0)
@@ -94,13 +78,13 @@ def _first_failure(store: dist.Store, rank: int, error: Exception) -> dict[str, 
             if told is not None:
                 return told
             time.sleep(0.1)
-        return dict(json.loads(store.compare_set(_key(), "", json.dumps(mine))))
+        return dict(json.loads(store.compare_set(KEY, "", json.dumps(mine))))
     except RuntimeError:
         return mine  # the store is gone with the process that held it
 
 
 def _told(store: dist.Store) -> dict[str, Any] | None:
-    return dict(json.loads(store.get(_key()))) if store.check([_key()]) else None
+    return dict(json.loads(store.get(KEY))) if store.check([KEY]) else None
 
 
 def _is_echo(error: Exception) -> bool:
