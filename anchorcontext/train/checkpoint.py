@@ -38,7 +38,7 @@ from .checkpoint_files import (
     write_manifest,
 )
 from .control import Control, RankError
-from .reshard import load_into
+from .reshard import check_movable, load_into
 from .retention import disposable
 from .shards import SavedEngine, names_for_reading
 
@@ -172,9 +172,13 @@ class CheckpointStore:
 
         Returns:
             The loop's own state, as given to ``save``.
+
+        Raises:
+            UserError: the state cannot be cut anew.
         """
         saved = checkpoint.layout
         with self.control.together("loading the checkpoint"):
+            check_movable(saved, self.layout)
             state = checkpoint.trainer_state()
             # Ranks draw alike: a rank that was not there takes the generators of one that was.
             name = _rank_file(self.control.rank % saved.world_size)

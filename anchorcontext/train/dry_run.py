@@ -9,11 +9,12 @@ from ..model import build_config
 from ..parallel import build_mesh, make_plan
 from ..plan import check_heads
 from ..watch.sizes import model_sizes
-from .checkpoint_files import find_checkpoints
-from .costs import GRADIENT_SIZE, cost_model, element_size_of, passes_of, plan_options
+from .checkpoint_files import WorldLayout, find_checkpoints
+from .costs import cost_model, plan_options, predicted_bytes
 from .engine import check_deepspeed_options, deepspeed_config
 from .job import build_loader, open_dataset, run_folder
 from .launch import start_process
+from .reshard import check_movable
 from .resume import check_resumable
 
 
@@ -61,6 +62,7 @@ def dry_run(config: Config) -> DryRun:
     with control.together("looking into the run folder"):
         checkpoints, _ = find_checkpoints(run_folder(config) / "checkpoints")
         for checkpoint in checkpoints[-1:]:
+            check_movable(checkpoint.layout, WorldLayout.of(config, process.world_size))
             check_resumable(load_config(checkpoint.path / "config.yaml"), config)
     with control.together("opening the data and the model's config"):
         dataset = open_dataset(config)
@@ -74,18 +76,7 @@ def dry_run(config: Config) -> DryRun:
     options = plan_options(config.attention, cost)
     plan = make_plan(windows[0], mesh.sp_group, **options, engine=config.attention.engine)
     check_heads(sizes.num_heads, sizes.num_kv_heads, plan.data.ulysses)
-    passes = passes_of(config, sizes)
-    sent = plan.data.bytes_sent(
-        plan.sp_rank,
-        num_heads=sizes.num_heads,
-        num_kv_heads=sizes.num_kv_heads,
-        head_dim=sizes.head_dim,
-        element_size=element_size_of(config),
-        gradient_size=GRADIENT_SIZE,
-        forwards=passes.attention,
-        backwards=passes.layers,
-        swaps=passes.swaps,
-    )
+    sent = predicted_bytes(plan, config, sizes)
     group = control.gather((plan.num_pairs, sent))[: mesh.sp]
     return DryRun(
         resumes_at=checkpoints[-1].step if checkpoints else 0,

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import UserError
+from .checkpoint_files import WorldLayout
 from .shards import STEP, ParameterState, SavedEngine
 
 if TYPE_CHECKING:
@@ -25,19 +26,29 @@ Place = tuple[torch.Tensor, int, int, int]
 """A tensor of the optimiser, where in it, from which element of the parameter, how many."""
 
 
+def check_movable(saved: WorldLayout, wanted: WorldLayout) -> None:
+    """Refuse a change of layout that cannot be made.
+
+    Raises:
+        UserError: the optimiser's state is, or would be, on NVMe; its files are no checkpoint's.
+    """
+    if saved != wanted and "nvme" in (saved.optimizer_device, wanted.optimizer_device):
+        changes = ", ".join(saved.changes_to(wanted))
+        raise UserError(
+            f"another layout of ranks ({changes}) with the optimiser's state on NVMe "
+            "(deepspeed.zero_optimization.offload_optimizer.device): resume with the saved values, "
+            "or without NVMe from a checkpoint written without it"
+        )
+
+
 def load_into(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
     """Put weights, optimiser state, schedule and counters of ``saved`` into a fresh ``engine``.
 
     Collective under ZeRO-3.
 
     Raises:
-        UserError: the model has other parameters, or the engine keeps its state on NVMe.
+        UserError: the model has other parameters.
     """
-    if _on_nvme(engine):
-        raise UserError(
-            "deepspeed.zero_optimization.offload_optimizer.device = 'nvme': a checkpoint of "
-            "another layout of ranks cannot be loaded into it; resume with the saved layout"
-        )
     named = {engine.param_names[p]: p for p in engine.module.parameters() if p.requires_grad}
     inner = engine.basic_optimizer
     inner.state.clear()
@@ -124,7 +135,3 @@ def _set_progress(engine: DeepSpeedEngine, saved: SavedEngine) -> None:
         group["lr"] = rate
     for name, value in saved.counters.items():
         setattr(engine, name, value)
-
-
-def _on_nvme(engine: DeepSpeedEngine) -> bool:
-    return bool(engine.zero_nvme_offload_optimizer())

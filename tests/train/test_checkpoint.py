@@ -10,12 +10,14 @@ from anchorcontext.config import save_config
 from anchorcontext.errors import UserError
 from anchorcontext.testing import run_distributed
 from anchorcontext.train.checkpoint_files import (
+    WorldLayout,
     find_checkpoints,
     read_checkpoint,
     write_manifest,
 )
 from anchorcontext.train.consolidate import gather_state_dict, load_consolidated_state_dict
 from anchorcontext.train.loop import Trainer
+from anchorcontext.train.reshard import check_movable
 from anchorcontext.train.resume import check_resumable
 from anchorcontext.train.writer import QueuedWriter, snapshot
 
@@ -232,6 +234,16 @@ def test_what_may_change_over_a_resume(tiny, sections):
 def test_what_would_make_it_another_run_is_refused(tiny, sections, named):
     with pytest.raises(UserError, match=named):
         check_resumable(tiny(), tiny(**sections))
+
+
+def test_state_on_nvme_moves_to_no_other_layout():
+    layout = WorldLayout(8, 4, 3, "bf16", "nvme")
+    check_movable(layout, layout)
+    check_movable(WorldLayout(8, 4, 3, "bf16"), WorldLayout(4, 2, 1, "bf16", "cpu"))
+    for other in (WorldLayout(4, 4, 3, "bf16", "nvme"), WorldLayout(8, 4, 3, "bf16", "none")):
+        for pair in ((layout, other), (other, layout)):
+            with pytest.raises(UserError, match=r"on NVMe"):
+                check_movable(*pair)
 
 
 def test_more_steps_change_a_cosine_schedule(tiny):

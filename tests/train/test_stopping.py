@@ -65,8 +65,8 @@ def signalled(rank, world_size, config, number):
     return report.stopped_by, report.step, report.checkpoint.name
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1], ids=lambda n: n.name)
-def test_a_signal_to_one_rank_ends_the_step_saves_and_resumes_bit_for_bit(tiny, number):
+def test_a_signal_to_one_rank_ends_the_step_saves_and_resumes_bit_for_bit(tiny):
+    number = signal.SIGUSR1  # SIGTERM: test_chaos
     reference, config = short_run(tiny, "reference"), short_run(tiny, "stopped")
     ended = run_distributed(signalled, 2, config, number)
     assert ended == [(number.name, 3, "step-000003")] * 2
