@@ -4,12 +4,13 @@
 """
 
 from anchorcontext.config.load import load_config, parse_config, resolved_yaml, save_config
-from anchorcontext.config.schema import Config, WorldShape, config_hash
+from anchorcontext.config.schema import Config, WorldShape, config_hash, flat_values
 
 __all__ = [
     "Config",
     "WorldShape",
     "config_hash",
+    "flat_values",
     "load_config",
     "parse_config",
     "resolved_yaml",

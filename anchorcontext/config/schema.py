@@ -119,6 +119,21 @@ def config_hash(config: Config) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def flat_values(config: Config) -> dict[str, Any]:
+    """Every value of a config by its dotted key, as JSON types."""
+    return _flat(config.model_dump(mode="json"))
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def _nearest(value: int, candidates: list[int]) -> int:
     return min(candidates, key=lambda candidate: abs(candidate - value))
 

@@ -11,12 +11,12 @@ import importlib.metadata
 import platform
 import socket
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from ..config import Config, config_hash
+from ..config import Config, config_hash, flat_values
 from ..errors import UserError
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def check_same_setup(config: Config, control: Control) -> None:
     mine = (config_hash(config), versions())
     hashes, packages = zip(*control.gather(mine), strict=True)
     if len(set(hashes)) > 1:
-        flat = control.gather(_flat(config.model_dump(mode="json")))
+        flat = control.gather(flat_values(config))
         keys = sorted({key for values in flat for key in values})
         found = {key: ranks.differences([repr(v.get(key)) for v in flat]) for key in keys}
         lines = [f"{key} = {text}" for key, text in found.items() if text]
@@ -162,14 +162,3 @@ def _spans(numbers: list[int]) -> str:
         else:
             spans.append([number, number])
     return ",".join(f"{low}-{high}" if high > low else str(low) for low, high in spans)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

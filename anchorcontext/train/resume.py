@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
-from ..config import Config
+from ..config import Config, flat_values
 from ..errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def check_resumable(saved: Config, current: Config) -> None:
     Raises:
         UserError: names every key that differs, with both values.
     """
-    before, after = _flat(saved.model_dump(mode="json")), _flat(current.model_dump(mode="json"))
+    before, after = flat_values(saved), flat_values(current)
     changed = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     rounding = [key for key in changed if key in _ROUNDING]
     if rounding:
@@ -67,14 +66,3 @@ def _is_free(key: str, config: Config) -> bool:
     if key in _COUNTS:
         return False
     return key in _FREE or key.startswith(_FREE_SECTIONS)
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as dotted keys."""
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat

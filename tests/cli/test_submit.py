@@ -148,9 +148,9 @@ def test_sbatch_gets_the_script_and_gives_the_number(tmp_path, monkeypatch):
     sbatch.write_text(f'#!/bin/bash\ncat > {tmp_path}/script\necho "41;cluster"\n')
     sbatch.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = CliRunner().invoke(group, ["submit", CONFIG, *ON_TWO_NODES, "train.steps=5"])
+    found = CliRunner().invoke(group, ["submit", CONFIG, *ON_TWO_NODES, "run.seed=5"])
     assert found.exit_code == 0 and "submitted as job 41: 16 ranks" in found.output
-    assert f"set -- {CONFIG} train.steps=5" in (tmp_path / "script").read_text()
+    assert f"set -- {CONFIG} run.seed=5" in (tmp_path / "script").read_text()
 
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")

@@ -4,6 +4,7 @@
 folder of their own; nothing of the system's own SLURM or munge is touched.
 """
 
+import contextlib
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -220,3 +222,28 @@ def test_a_cancelled_job_saves_and_does_not_come_back(cluster, tiny, tmp_path):
     _, events = read_metrics(run_dir(config) / "metrics.jsonl")
     assert [event["event"] for event in events] == ["start", "checkpoint", "stop"]
     assert events[-1]["reason"] == "SIGTERM"
+
+
+def test_a_killed_rank_comes_back_within_the_job(cluster, tiny, tmp_path):
+    reference, config = (
+        tiny(
+            run={"name": name},
+            parallel={"sp": 2},
+            train={"steps": STEPS // 2},
+            checkpoint={"every": 2},
+        )
+        for name in ("undisturbed", "killed")
+    )
+    run_distributed(undisturbed, 2, reference, timeout=200)
+    number = start(cluster, config, tmp_path)
+    config_file = str(tmp_path / "killed.yaml")
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if config_file in process.cmdline() and process.environ().get("RANK") == "1":
+                process.kill()
+    cluster.wait_for(number, lambda: cluster.job(number, "JobState") == "COMPLETED")
+    assert cluster.job(number, "Restarts") == "0"
+    records, events = read_metrics(run_dir(config) / "metrics.jsonl")
+    assert [event["event"] for event in events].count("start") == 2
+    expected, _ = read_metrics(run_dir(reference) / "metrics.jsonl")
+    assert [r["loss"] for r in records] == [r["loss"] for r in expected]
