@@ -32,7 +32,7 @@ HEADERS = (
     "over none",
     "predicted, MiB",
     "predicted on a GPU, MiB",
-    "time over none",
+    "CPU time over none",
 )
 
 
@@ -45,6 +45,7 @@ class MemoryRow:
     predicted: int
     predicted_on_gpu: int
     seconds: float
+    """CPU time of the step, all threads."""
 
 
 def lever_rows(config: Config, chunk_tokens: int) -> dict[str, Config]:
@@ -121,7 +122,7 @@ def bench_memory(
                 seconds=seconds,
             )
         )
-        tell(f"{levers}: {measured / MIB:,.0f} MiB in {seconds:.1f} s")
+        tell(f"{levers}: {measured / MIB:,.0f} MiB, {seconds:.1f} CPU seconds")
     return rows
 
 
@@ -154,15 +155,16 @@ class MemoryRank:
         self.config = config
 
     def __call__(self, documents: np.ndarray) -> tuple[int, float]:
-        """Growth of the highest resident set in bytes, and seconds of the step."""
+        """Growth of the highest resident set in bytes, and CPU seconds of the step, which other
+        processes hardly disturb."""
         if self.config.model.scratch is not None:  # what is imported and set up once
             scratch = {**self.config.model.scratch, "hidden_size": 64, "num_hidden_layers": 1}
             Stepper(_with(self.config, "model", scratch=scratch), 1)(np.array([64]))
         before = _status("VmRSS")
         stepper = Stepper(self.config, 1)
-        start = time.perf_counter()
+        start = time.process_time()
         stepper(documents)
-        return _status("VmHWM") - before, time.perf_counter() - start
+        return _status("VmHWM") - before, time.process_time() - start
 
 
 def memory_rows(rows: list[MemoryRow]) -> list[tuple[str, ...]]:
@@ -188,9 +190,9 @@ def memory_markdown(rows: list[MemoryRow], setting: str, command: str) -> str:
             "## Memory of a training step",
             f"Written by `{command}`. {setting} One step on one rank, ZeRO-1, in a process of its "
             "own for each row: growth of the highest resident set over model, step and optimiser. "
-            "`+` adds to the chunked loss. Time is of that one step. Host and device are one "
-            "memory on a CPU, so offloading saves nothing here; the last column but one is what "
-            "`anchorcontext plan` says of a GPU.",
+            "`+` adds to the chunked loss. CPU time is of that one step, all threads. Host and "
+            "device are one memory on a CPU, so offloading saves nothing here; the last column but "
+            "one is what `anchorcontext plan` says of a GPU.",
             markdown_table(HEADERS, memory_rows(rows)),
         ]
     )

@@ -60,6 +60,12 @@ def contradictions(config: Config) -> list[Problem]:
         if given not in (None, "auto"):
             rule = f"is decided by {key}"
             problems.append(Problem(f"deepspeed.{option}", given, rule, f"set {key} instead"))
+    if config.train.partitioned_init and config.train.zero_stage != 3:
+        rule = (
+            f"ZeRO-3 alone partitions parameters, and train.zero_stage = {config.train.zero_stage}"
+        )
+        fix = "set it to false, or zero_stage to 3"
+        problems.append(Problem("train.partitioned_init", True, rule, fix))
     device, ours = optimizer_device(config), config.train.offload_optimizer
     if ours not in ("none", device):
         option = "deepspeed.zero_optimization.offload_optimizer.device"

@@ -400,6 +400,10 @@ class TrainSection(Section):
     zero_stage: Annotated[int, Field(ge=0, le=3)] = 1
     """DeepSpeed ZeRO stage: 1 shards optimiser state, 2 also gradients, 3 also parameters."""
 
+    partitioned_init: bool = False
+    """ZeRO-3: rank 0 alone loads the model, on its host, and hands each rank its part parameter by
+    parameter; false loads it on every rank."""
+
     offload_optimizer: Literal["none", "cpu"] = "none"
     """``cpu``: master weights and optimiser state stay in the host's memory, and are updated there;
     from ``zero_stage`` 1 on."""

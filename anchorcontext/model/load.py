@@ -15,7 +15,13 @@ from ..errors import UserError
 from .attention import enable
 from .memory import save_memory
 from .quiet import quiet_progress
-from .rope import cast_parameters, check_theta_sources, configure_rope, verify_rope
+from .rope import (
+    cast_parameters,
+    check_theta_sources,
+    configure_rope,
+    restore_rotary_buffers,
+    verify_rope,
+)
 from .supported import check_supported, output_head, probe_model
 
 if TYPE_CHECKING:
@@ -34,6 +40,7 @@ def build_model(
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
     probe: bool = True,
+    skeleton: bool = False,
 ) -> PreTrainedModel:
     """The enabled, checked model of a config's ``model:`` section, on the CPU.
 
@@ -46,6 +53,8 @@ def build_model(
             fit into that of a pretrained one.
         probe: also run two tiny windows through the model (:func:`probe_model`). Leave it out when
             weights are partitioned or on no device.
+        skeleton: parameters on the meta device, without weights and memory, and no probe; buffers
+            are real.
 
     Raises:
         UserError: see :func:`build_config`; weights missing from the checkpoint or left over; a
@@ -53,7 +62,11 @@ def build_model(
     """
     config = build_config(section, window_tokens=window_tokens, vocab_size=vocab_size)
     dtype = dtype or DTYPES[section.dtype]
-    if section.path is not None:
+    if skeleton:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        restore_rotary_buffers(model)
+    elif section.path is not None:
         model = _load(section.path, config, dtype)
     else:
         with torch.random.fork_rng(devices=[]):
@@ -65,7 +78,7 @@ def build_model(
     verify_rope(model, config)
     enable(model)
     output_head(model)
-    if probe:
+    if probe and not skeleton:
         probe_model(model)
     save_memory(model, section)
     return model

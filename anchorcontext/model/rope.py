@@ -217,13 +217,32 @@ def fix_rotary_buffers(model: nn.Module) -> None:
     a model that was never cast.
     """
     for module in rotary_modules(model).values():
-        buffers = dict(module.named_buffers(recurse=False))
-        if all(buffer.dtype == torch.float32 for buffer in buffers.values()):
-            continue
-        with torch.device("cpu"):
-            fresh = type(module)(module.config)
-        for name, buffer in fresh.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device=buffers[name].device))
+        buffers = list(module.buffers(recurse=False))
+        if any(buffer.dtype != torch.float32 for buffer in buffers):
+            _renew_buffers(module, buffers[0].device)
+
+
+def restore_rotary_buffers(model: nn.Module) -> None:
+    """Give the rotary modules of a model on the meta device real tables, on the CPU.
+
+    Raises:
+        UserError: the model has other buffers too, whose values nobody knows.
+    """
+    for module in rotary_modules(model).values():
+        _renew_buffers(module, torch.device("cpu"))
+    unknown = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if unknown:
+        raise UserError(
+            f"train.partitioned_init = true: {type(model).__name__} has buffers besides RoPE's "
+            f"({', '.join(unknown[:3])}), which are not built in parts; set it to false"
+        )
+
+
+def _renew_buffers(module: Any, device: torch.device) -> None:
+    with torch.device("cpu"):
+        fresh = type(module)(module.config)
+    for name, buffer in fresh.named_buffers(recurse=False):
+        setattr(module, name, buffer.to(device=device))
 
 
 def cast_parameters(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -91,7 +91,7 @@ def build_engine(train_model: nn.Module, config: Config, device: torch.device) -
     if device.type == "cpu":
         without_compiled_operators()
     options = deepspeed_config(config, dist.get_world_size(), device)
-    with _quiet():
+    with quiet_deepspeed():
         check_deepspeed_options(options)
         engine, _, _, _ = deepspeed.initialize(
             model=train_model,
@@ -112,10 +112,15 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if _dim(p) >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in parameters if _dim(p) < 2], "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
+
+
+def _dim(parameter: nn.Parameter) -> int:
+    # A parameter that is partitioned already is an empty vector.
+    return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def apply_step(engine: DeepSpeedEngine, max_norm: float | None = None) -> tuple[float, bool]:
@@ -252,7 +257,7 @@ def without_compiled_operators() -> None:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet_deepspeed() -> Iterator[None]:
     """DeepSpeed prints memory figures while it starts, and calls functions that torch renamed."""
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     for old in ("reduce_scatter_tensor", "all_gather_into_tensor"):

@@ -25,11 +25,13 @@ from ..window import Window
 from .costs import cost_model, plan_options
 from .engine import build_engine
 from .launch import start_process
+from .partition import partition_model
 from .preflight import Preflight, check_links, check_same_data, check_same_setup
 from .seeds import seed_everything, use_deterministic_operators
 
 if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -70,8 +72,12 @@ class Job:
         if preflight is not None:
             preflight(config, self.process, self.mesh, self.dataset)
         with self.control.together("building the model"):
-            self.train_model = self._build_model()
-            self.cost = cost_model(config, sizes_of(self.train_model.causal_lm), hardware)
+            model = self._build_model()
+        if config.train.partitioned_init:
+            partition_model(model, config, self.process)
+        loss = config.loss
+        self.train_model = TrainModel(model, loss.chunk_tokens, loss.kernel).to(self.device)
+        self.cost = cost_model(config, sizes_of(model), hardware)
         ahead = min(self.shape.accumulation, MOST_AHEAD)
         PLANS.reserve(self.shape.accumulation + ahead)
         self.loader.prefetch(ahead, self._plan_ahead)
@@ -113,17 +119,17 @@ class Job:
         options = plan_options(self.config.attention, self.cost)
         PLANS.plan(windows, self.mesh.sp, **options).rank(self.mesh.sp_rank)
 
-    def _build_model(self) -> TrainModel:
-        loss = self.config.loss
-        if loss.kernel == "liger":
+    def _build_model(self) -> PreTrainedModel:
+        if self.config.loss.kernel == "liger":
             check_liger(self.device)
-        model = build_model(
+        elsewhere = self.config.train.partitioned_init and self.process.rank != 0
+        return build_model(
             self.config.model,
             window_tokens=self.dataset.window_tokens,
             seed=self.config.run.seed,
             vocab_size=self.dataset.vocab_size,
+            skeleton=elsewhere,
         )
-        return TrainModel(model, loss.chunk_tokens, loss.kernel).to(self.device)
 
     def _checked(self, windows: list[Window]) -> list[Window]:
         """A token id outside the vocabulary would read foreign memory on a GPU, or hang it."""

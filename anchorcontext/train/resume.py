@@ -11,7 +11,13 @@ logger = logging.getLogger(__name__)
 
 # Keys that change how a run is watched, kept or ended, not what a step computes. What the data
 # section decides is compared through the fingerprint of the prepared windows.
-_FREE = ("run.name", "run.output_dir", "train.steps", "train.log_every")
+_FREE = (
+    "run.name",
+    "run.output_dir",
+    "train.log_every",
+    "train.partitioned_init",
+    "train.steps",
+)
 _FREE_SECTIONS = ("checkpoint.", "guards.", "parity.", "watch.", "data.")
 _COUNTS = ("data.shuffle",)
 # How the same numbers are computed: only their rounding changes, which the log says.

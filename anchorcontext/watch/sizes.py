@@ -62,15 +62,15 @@ def model_sizes(hf_config: PreTrainedConfig) -> ModelSizes:
 
 
 def sizes_of(model: nn.Module) -> ModelSizes:
-    """The sizes of a whole causal LM of transformers (no partition of one), on any device."""
+    """The sizes of a causal LM of transformers, on any device; under ZeRO-3 of the whole one."""
     causal_lm: Any = model
     text = causal_lm.config.get_text_config()
     shape = model_shape(model)
     layers = causal_lm.get_decoder().layers
     return ModelSizes(
         model_type=str(causal_lm.config.model_type),
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
-        layer_parameters=sum(parameter.numel() for parameter in layers[0].parameters()),
+        parameters=_parameters(model),
+        layer_parameters=_parameters(layers[0]),
         linear_weights=shape.linear_weights,
         num_layers=shape.num_layers,
         hidden_size=int(text.hidden_size),
@@ -81,3 +81,8 @@ def sizes_of(model: nn.Module) -> ModelSizes:
         vocab_size=int(text.vocab_size),
         normalizes_heads=any(name.endswith("q_norm") for name, _ in layers[0].named_modules()),
     )
+
+
+def _parameters(module: nn.Module) -> int:
+    # Of a partitioned parameter DeepSpeed knows the size.
+    return sum(getattr(p, "ds_numel", None) or p.numel() for p in module.parameters())

@@ -58,6 +58,7 @@ def message(path: Path, *overrides: str) -> str:
             "model.keep_attention = true",
             "model.gradient_checkpointing = false",
         ),
+        (["train.partitioned_init=true"], "train.partitioned_init = true", "train.zero_stage = 1"),
         (
             ["train.offload_optimizer=cpu", "train.zero_stage=0"],
             "train.offload_optimizer = 'cpu'",
