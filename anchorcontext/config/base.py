@@ -20,6 +20,7 @@ class Section(BaseModel):
         strict=True,  # `steps: "8"`, `steps: true` and `steps: 8.0` are mistakes, not numbers
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        serialize_by_alias=True,  # a key that Python reserves (`from`) is an alias
     )
 
 

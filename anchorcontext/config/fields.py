@@ -25,7 +25,7 @@ class KnownKey:
 
 def known_keys(model: type[Section], prefix: str = "") -> Iterator[KnownKey]:
     """The keys of ``model`` and of the sections below it, in the order of the schema."""
-    for name, field in model.model_fields.items():
+    for name, field in section_fields(model).items():
         key = f"{prefix}{name}"
         inner = inner_section(field.annotation)
         if inner is None or not _is_plain_section(field.annotation):
@@ -39,6 +39,11 @@ def known_keys(model: type[Section], prefix: str = "") -> Iterator[KnownKey]:
         if inner is not None:
             in_list = get_origin(field.annotation) is tuple
             yield from known_keys(inner, f"{key}[]." if in_list else f"{key}.")
+
+
+def section_fields(model: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a section by the keys that stand in the YAML file."""
+    return {field.alias or name: field for name, field in model.model_fields.items()}
 
 
 def inner_section(annotation: Any) -> type[Section] | None:

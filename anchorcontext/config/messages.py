@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from anchorcontext.config.base import BrokenRules, Section, shown
-from anchorcontext.config.fields import description, inner_section, known_keys
+from anchorcontext.config.fields import description, inner_section, known_keys, section_fields
 from anchorcontext.config.yaml_io import Marks, Path_
 
 # pydantic's error type -> (rule, fix); {names} are pydantic's context or one of ours.
@@ -95,7 +95,7 @@ def _rule(item: Any, where: Path_, model: type[Section], value: Any) -> tuple[st
         field = _field(where, model)
         inner = inner_section(field.annotation) if field is not None else None
         if inner is not None:
-            keys = ", ".join(inner.model_fields)
+            keys = ", ".join(section_fields(inner))
         rule, fix = _RULES[kind]
         return rule.format(**context, keys=keys), fix.format(**context, keys=keys)
     return item["msg"][0].lower() + item["msg"][1:], "see docs/config.md"
@@ -133,7 +133,7 @@ def _walk_unknown(
     if not isinstance(values, dict):
         return
     for key, value in values.items():
-        field = model.model_fields.get(key)
+        field = section_fields(model).get(key)
         if field is None:
             yield (*where, key), model
             continue
@@ -150,7 +150,7 @@ def _walk_unknown(
 def _nearest(where: Path_, inner: type[Section], root: type[Section]) -> str:
     """The likeliest meaning: a near name in the same section, else the same name elsewhere."""
     name, parents = str(where[-1]), where[:-1]
-    near = difflib.get_close_matches(name, inner.model_fields, n=1)
+    near = difflib.get_close_matches(name, section_fields(inner), n=1)
     if near:
         return f"did you mean {dotted((*parents, near[0]))}?"
     names = [key.name for key in known_keys(root)]
@@ -159,7 +159,7 @@ def _nearest(where: Path_, inner: type[Section], root: type[Section]) -> str:
     if leaf:
         return f"did you mean {by_leaf[leaf[0]]}?"
     section = f"{dotted(parents)} takes" if parents else "the sections are"
-    return f"{section} {', '.join(inner.model_fields)}"
+    return f"{section} {', '.join(section_fields(inner))}"
 
 
 def _place(where: Path_, marks: Marks, source: str) -> str:
@@ -187,7 +187,7 @@ def _field(where: Path_, model: type[Section]) -> Any:
     for part in where:
         if isinstance(part, int):
             continue
-        field = current.model_fields.get(part) if current is not None else None
+        field = section_fields(current).get(part) if current is not None else None
         if field is None:
             return None
         current = inner_section(field.annotation)

@@ -522,6 +522,19 @@ class WandbSection(Section):
     """``auto``: online when a key is set, else offline."""
 
 
+class ProfileSection(Section):
+    """Steps whose every operator and kernel is recorded: a Chrome trace in the run's folder."""
+
+    first: PositiveInt = Field(alias="from")
+    """The first step recorded; steps count from 1, and the first ones are warm-up."""
+
+    steps: PositiveInt = 3
+    """Steps recorded; a trace grows by tens of megabytes a step."""
+
+    ranks: Literal["first", "all"] = "first"
+    """``first``: rank 0 alone; ``all``: one trace a rank."""
+
+
 class WatchSection(Section):
     """What is shown and recorded while training."""
 
@@ -533,6 +546,9 @@ class WatchSection(Section):
 
     tensorboard: bool = False
     """Write TensorBoard events into the run's folder."""
+
+    profile: ProfileSection | None = None
+    """``{from: 10, steps: 3}`` profiles steps 10 to 12; null never starts the profiler."""
 
     peak_flops: PositiveFloat | None = None
     """Peak FLOP/s of one device in the model's dtype; MFU needs it."""

@@ -15,6 +15,7 @@ from ..plan import CostModel
 if TYPE_CHECKING:
     from ..config import Config
     from ..config.sections import AttentionSection
+    from ..parallel import Plan
     from ..watch.sizes import ModelSizes
 
 GRADIENT_SIZE = 4
@@ -101,6 +102,23 @@ def checkpointed_layers(config: Config, num_layers: int) -> int:
     """Layers that are recomputed in backward: numbers 0, n, 2n, ... of ``checkpoint_every`` n."""
     model = config.model
     return -(-num_layers // model.checkpoint_every) if model.gradient_checkpointing else 0
+
+
+def predicted_bytes(plan: Plan, config: Config, sizes: ModelSizes) -> int:
+    """Bytes this rank sends in attention when a training step runs ``plan``; what it then counts
+    (``plan.meter``) is equal to it."""
+    passes = passes_of(config, sizes)
+    return plan.data.bytes_sent(
+        plan.sp_rank,
+        num_heads=sizes.num_heads,
+        num_kv_heads=sizes.num_kv_heads,
+        head_dim=sizes.head_dim,
+        element_size=element_size_of(config),
+        gradient_size=GRADIENT_SIZE,
+        forwards=passes.attention,
+        backwards=passes.layers,
+        swaps=passes.swaps,
+    )
 
 
 def element_size_of(config: Config) -> int:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import logging
 import math
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from ..config import Config, load_config, save_config
 from ..errors import writing
 from ..parity.check import check_logits
-from ..watch.flops import model_shape, peak_flops
+from ..watch.flops import peak_flops
 from ..watch.metrics import LocalStep, StepMeter, StepRecord, gather_steps, make_record
+from ..watch.profiler import StepProfiler
+from ..watch.provenance import git_commit
 from ..watch.sinks import build_sinks
+from ..watch.sizes import sizes_of
 from .checkpoint import CheckpointStore, SaveError
 from .checkpoint_files import CONFIG, WorldLayout
+from .costs import predicted_bytes
 from .failure import failing_together
 from .guards import DivergedError, Guards, dump_step
 from .job import Job, peak_dtype
-from .preflight import Preflight
+from .preflight import Preflight, versions
 from .report import TrainReport
 from .resume import check_resumable
 from .retention import is_due
@@ -49,7 +56,7 @@ class Trainer:
         self.stop = stop or StopSignals()
         self.job = Job(config, preflight)
         self.control, self.mesh = self.job.control, self.job.mesh
-        self.shape = model_shape(self.job.train_model.causal_lm)
+        self.sizes = sizes_of(self.job.train_model.causal_lm)
         self.peak_flops = peak_flops(self.job.device, peak_dtype(config), config.watch.peak_flops)
         self.checkpoints = CheckpointStore(
             self.job.run_dir / "checkpoints",
@@ -72,12 +79,23 @@ class Trainer:
             if self.control.rank == 0:
                 with writing("run.output_dir", config.run.output_dir):
                     save_config(config, self.job.run_dir / "config.yaml")
+        self.made_by: dict[str, Any] = {}
+        if self.control.rank == 0:
+            self.made_by = {"commit": git_commit(), "versions": versions()}
         self.sinks = build_sinks(
             config,
             self.job.run_dir,
             rank=self.control.rank,
             total_steps=config.train.steps,
             start_step=self.step,
+            made_by=self.made_by,
+        )
+        self.profiler = StepProfiler(
+            config.watch.profile,
+            self.job.run_dir,
+            rank=self.control.rank,
+            device=self.job.device,
+            written=lambda step, path: self.sinks.event("profile", step=step, path=str(path)),
         )
 
     def run(self) -> TrainReport:
@@ -93,7 +111,7 @@ class Trainer:
         """
         parity = self.config.parity
         with self.sinks:
-            self.sinks.event("start", step=self.step, ranks=self.mesh.world_size)
+            self._note_start()
             if self.step >= self.config.train.steps:
                 logger.info("%s: all %d steps are done", self.job.run_dir, self.step)
                 return self.report
@@ -110,18 +128,26 @@ class Trainer:
             self.sinks.event("end", step=self.step)
         return self.report
 
+    def _note_start(self) -> None:
+        mesh, device = self.mesh, self.job.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        ranks = {"ranks": mesh.world_size, "dp": mesh.dp, "sp": mesh.sp, "device": name}
+        self.sinks.event("start", step=self.step, **ranks, **self.made_by)
+
     def _train(self) -> bool:
         """Step after step; whether a signal ended it early. Every checkpoint due is complete."""
         total, section, parity = self.config.train.steps, self.config.checkpoint, self.config.parity
         while self.step < total:
             if self._agree_to_stop():
                 return True
-            self.run_step()
+            with self.profiler.step(self.step + 1):
+                self.run_step()
             last = self.step == total
             if is_due(self.step, total, section):
                 self._save_when_due(last)
             if parity.every and self.step % parity.every == 0 and not last:
                 self.check_parity(f"after step {self.step}")
+        self.profiler.close()
         self._finish_saving(must=section.final)
         return False
 
@@ -133,6 +159,7 @@ class Trainer:
             if not writing_:
                 self._finish_saving()
             return False
+        self.profiler.close()
         names = self.control.gather(self.stop.name)
         self.report.stopped_by = next(name for name in names if name is not None)
         self._finish_saving()
@@ -153,6 +180,9 @@ class Trainer:
                     micro_batches, self.mesh, self.config.attention, self.control, job.cost
                 )
                 num_targets = count_targets(micro_batches, self.mesh, self.control)
+            if num_targets:
+                sent = sum(predicted_bytes(plan, self.config, self.sizes) for plan in plans)
+                meter.predict_bytes(sent)
             limits = self.guards.limits
             outcome = train_step(job.engine, plans, num_targets, meter, limits, self.control)
             self.step += 1
@@ -164,7 +194,7 @@ class Trainer:
             lr=outcome.lr,
             grad_norm=outcome.grad_norm,
             windows=windows,
-            shape=self.shape,
+            shape=self.sizes.flops_shape,
             peak_flops=self.peak_flops,
             seconds_checkpoint=self.checkpoints.seconds - self._seconds_recorded,
             skip_reason=outcome.skip_reason,

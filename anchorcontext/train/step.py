@@ -145,11 +145,12 @@ def run_micro_batch(engine: DeepSpeedEngine, plan: Plan, scale: float, meter: St
     """Forward and backward of one micro-batch; the gradient is ``scale`` times the loss's."""
     with meter.timed("data"):
         local = shard(list(plan.windows), plan, engine.device)
-    loss_sum, loss_tokens = engine(
-        local.input_ids, position_ids=local.position_ids, labels=local.labels, plan=plan
-    )
-    assert loss_sum.dtype == torch.float32, f"the loss is summed in fp32, not {loss_sum.dtype}"
-    engine.backward(loss_sum * scale, scale_wrt_gas=False)
+    with meter.timed("forward_backward"):
+        loss_sum, loss_tokens = engine(
+            local.input_ids, position_ids=local.position_ids, labels=local.labels, plan=plan
+        )
+        assert loss_sum.dtype == torch.float32, f"the loss is summed in fp32, not {loss_sum.dtype}"
+        engine.backward(loss_sum * scale, scale_wrt_gas=False)
     meter.add_micro_batch(
         loss_sum=loss_sum,
         loss_tokens=loss_tokens,

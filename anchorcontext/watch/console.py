@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any, TextIO
 
@@ -58,8 +59,9 @@ class ConsoleSink:
         self._bar.refresh()
 
     def event(self, name: str, **values: Any) -> None:
-        """Show one event as a line."""
-        text = "  ".join([name, *(f"{key} {value}" for key, value in values.items())])
+        """Show one event as a line; mappings (versions, say) are for the files."""
+        told = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
+        text = "  ".join([name, *(f"{key} {value}" for key, value in told.items())])
         if self._bar is None:
             self._stream.write(text + "\n")
             self._stream.flush()

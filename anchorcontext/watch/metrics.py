@@ -36,14 +36,19 @@ class LocalStep:
     """Visible (query, key) pairs whose queries this rank holds, of one layer and one head."""
     bytes_sent: int = 0
     """Bytes this rank sent in attention, all layers, forward, recomputation and backward."""
+    bytes_predicted: int = 0
+    """What the plans said it would be."""
     seconds: float = 0.0
     """Wall-clock time of the whole step."""
     seconds_data: float = 0.0
     """Waiting for windows and their plans."""
     seconds_exchange: float = 0.0
     """Waiting for keys, values and gradients to arrive in attention."""
+    seconds_compute: float = 0.0
+    """Forward and backward without ``seconds_exchange``, until the losses are on the host; with
+    ZeRO 2 and 3 gradients are reduced in it."""
     seconds_attention: float = 0.0
-    """In the attention kernels."""
+    """In the attention kernels: a part of ``seconds_compute``."""
     seconds_optimizer: float = 0.0
     """Gradient reduction, clipping and the parameter update."""
     peak_memory_bytes: int = 0
@@ -76,16 +81,23 @@ class StepRecord:
     """Model FLOPs utilisation: ``flops`` over what all devices could have done in the time."""
     bytes_sent: int
     """Sum over ranks."""
+    bytes_predicted: int
+    """What the plans said ``bytes_sent`` would be."""
     bytes_sent_max: int
     """Of the rank that sent most."""
     peak_memory_bytes: int
     """Largest of all ranks: allocated device memory, on CPU the resident set."""
     seconds: float
-    """The slowest rank's. The parts below are means over ranks."""
+    """The slowest rank's, and the sum of data, exchange, compute, optimizer and other. These are
+    means over ranks; the device's work counts where the host waits for it."""
     seconds_data: float
     seconds_exchange: float
+    seconds_compute: float
     seconds_attention: float
+    """Of ``seconds_compute``."""
     seconds_optimizer: float
+    seconds_other: float
+    """The rest: ranks waiting for the slowest one, guards, gathering of this record."""
     seconds_checkpoint: float = 0.0
     """Training time lost to saving since the last record; not part of ``seconds``."""
     skipped: bool = False
@@ -120,12 +132,14 @@ class StepMeter:
         self._started = time.perf_counter()
         self._loss_sum: torch.Tensor | float = 0.0
         self._loss_tokens: torch.Tensor | int = 0
-        self._counts = {"tokens": 0, "bytes_sent": 0}
+        self._counts = {"tokens": 0, "bytes_sent": 0, "bytes_predicted": 0}
         self._attention_pairs = 0.0
-        self._seconds = {"data": 0.0, "exchange": 0.0, "attention": 0.0, "optimizer": 0.0}
+        self._seconds = dict.fromkeys(
+            ("data", "exchange", "attention", "forward_backward", "optimizer"), 0.0
+        )
 
     @contextmanager
-    def timed(self, part: Literal["data", "optimizer"]) -> Iterator[None]:
+    def timed(self, part: Literal["data", "forward_backward", "optimizer"]) -> Iterator[None]:
         """Count the time spent inside as ``part``."""
         started = time.perf_counter()
         try:
@@ -155,6 +169,10 @@ class StepMeter:
         self._seconds["exchange"] += exchange_seconds
         self._seconds["attention"] += attention_seconds
 
+    def predict_bytes(self, count: int) -> None:
+        """Note what the plans say that this rank will send."""
+        self._counts["bytes_predicted"] += count
+
     @property
     def loss_sum(self) -> float:
         """This rank's sum so far; waits for the device."""
@@ -162,13 +180,17 @@ class StepMeter:
 
     def finish(self) -> LocalStep:
         """The step's share of this rank; waits for the device. ``start`` begins the next step."""
+        with self.timed("forward_backward"):
+            loss_sum, loss_tokens = float(self._loss_sum), int(self._loss_tokens)
+        compute = self._seconds["forward_backward"] - self._seconds["exchange"]
         return LocalStep(
-            loss_sum=float(self._loss_sum),
-            loss_tokens=int(self._loss_tokens),
+            loss_sum=loss_sum,
+            loss_tokens=loss_tokens,
             **self._counts,
             attention_pairs=self._attention_pairs,
             seconds_data=self._seconds["data"],
             seconds_exchange=self._seconds["exchange"],
+            seconds_compute=max(compute, 0.0),
             seconds_attention=self._seconds["attention"],
             seconds_optimizer=self._seconds["optimizer"],
             peak_memory_bytes=peak_memory_bytes(self.device),
@@ -243,6 +265,10 @@ def make_record(
     if flops is not None and peak_flops and seconds > 0:
         mfu = flops / (seconds * len(ranks) * peak_flops)
     tokens_per_second = tokens / seconds if seconds > 0 else 0.0
+    parts = {
+        part: _mean([getattr(rank, part) for rank in ranks])
+        for part in ("seconds_data", "seconds_exchange", "seconds_compute", "seconds_optimizer")
+    }
     return StepRecord(
         step=step,
         epoch=epoch,
@@ -261,13 +287,13 @@ def make_record(
         flops=flops,
         mfu=mfu,
         bytes_sent=sum(rank.bytes_sent for rank in ranks),
+        bytes_predicted=sum(rank.bytes_predicted for rank in ranks),
         bytes_sent_max=max(rank.bytes_sent for rank in ranks),
         peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),
         seconds=seconds,
-        seconds_data=_mean([rank.seconds_data for rank in ranks]),
-        seconds_exchange=_mean([rank.seconds_exchange for rank in ranks]),
+        **parts,
         seconds_attention=_mean([rank.seconds_attention for rank in ranks]),
-        seconds_optimizer=_mean([rank.seconds_optimizer for rank in ranks]),
+        seconds_other=seconds - sum(parts.values()),
         seconds_checkpoint=seconds_checkpoint,
         skipped=skip_reason is not None,
         skip_reason=skip_reason,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -74,7 +74,13 @@ class Sinks:
 
 
 def build_sinks(
-    config: Config, run_dir: str | Path, *, rank: int, total_steps: int, start_step: int = 0
+    config: Config,
+    run_dir: str | Path,
+    *,
+    rank: int,
+    total_steps: int,
+    start_step: int = 0,
+    made_by: Mapping[str, Any] | None = None,
 ) -> Sinks:
     """The sinks that the ``watch`` section asks for. Only rank 0 gets any.
 
@@ -83,6 +89,7 @@ def build_sinks(
         run_dir: the run folder.
         total_steps: optimiser steps of the whole run.
         start_step: steps done in the checkpoint the run starts from; 0 for a new run.
+        made_by: ``commit`` and ``versions``, for trackers.
     """
     if rank != 0:
         return Sinks()
@@ -95,20 +102,21 @@ def build_sinks(
     if watch.tensorboard:
         optional.append(_opened(lambda: TensorBoardSink(run_dir / "tensorboard", start_step)))
     if watch.wandb is not None:
-        optional.append(_opened(lambda: _wandb(config, run_dir)))
+        optional.append(_opened(lambda: _wandb(config, run_dir, made_by or {})))
     return Sinks(
         [sink for sink in optional if sink is not None],
         [sink for sink in required if sink is not None],
     )
 
 
-def _wandb(config: Config, run_dir: Path) -> Sink:
+def _wandb(config: Config, run_dir: Path, made_by: Mapping[str, Any]) -> Sink:
     given = config.watch.wandb
     assert given is not None
     return WandbSink(
         run_dir,
         name=config.run.name,
-        config=config.model_dump(mode="json"),
+        config={**config.model_dump(mode="json"), "made_by": dict(made_by)},
+        commit=made_by.get("commit"),
         project=given.project,
         entity=given.entity,
         mode=None if given.mode == "auto" else given.mode,

@@ -34,6 +34,7 @@ class WandbSink:
         run_dir: the run folder.
         name: the run's name.
         config: the resolved configuration; secrets are taken out here.
+        commit: of the code; shown as the run's commit.
         project, entity, mode: as in ``wandb.init``; ``mode`` None chooses online or offline.
 
     Raises:
@@ -47,6 +48,7 @@ class WandbSink:
         *,
         name: str,
         config: dict[str, Any],
+        commit: str | None = None,
         project: str | None = None,
         entity: str | None = None,
         mode: Mode | None = None,
@@ -64,7 +66,12 @@ class WandbSink:
             "config": redact(config),
             "resume": "allow",
             "save_code": False,
+            # wandb's own metadata hold the command line and the remote's URL, secrets included.
             "settings": wandb.Settings(
+                x_disable_meta=True,
+                disable_git=True,
+                disable_job_creation=True,
+                git_commit=commit,
                 silent=True,
                 console="off",
                 init_timeout=_INIT_TIMEOUT_SECONDS,

@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 import torch
@@ -56,6 +57,41 @@ def test_speed_is_the_slowest_ranks_and_the_parts_are_means():
     assert record.tokens_per_second_per_rank == 50.0
     assert record.seconds_exchange == 1.0
     assert (record.bytes_sent, record.bytes_sent_max) == (40, 30)
+
+
+def test_the_parts_of_a_step_add_up_to_it():
+    slow = LocalStep(
+        seconds=4.0,
+        seconds_data=0.5,
+        seconds_exchange=1.0,
+        seconds_compute=2.0,
+        seconds_attention=1.5,
+        seconds_optimizer=0.25,
+    )
+    record = record_of(slow, LocalStep(seconds=3.0, seconds_compute=3.0))
+    parts = [
+        getattr(record, f"seconds_{part}")
+        for part in ("data", "exchange", "compute", "optimizer", "other")
+    ]
+    assert parts == [0.25, 0.5, 2.5, 0.125, 0.625]
+    assert sum(parts) == record.seconds
+
+
+def test_the_meter_takes_waiting_for_the_exchange_out_of_forward_and_backward():
+    meter = StepMeter()
+    with meter.timed("forward_backward"):
+        time.sleep(0.02)
+    meter.add_micro_batch(loss_sum=1.0, loss_tokens=1, tokens=1, exchange_seconds=0.015)
+    local = meter.finish()
+    assert 0.005 <= local.seconds_compute <= local.seconds - 0.015
+
+
+def test_predicted_bytes_stand_beside_those_counted():
+    meter = StepMeter()
+    meter.add_micro_batch(loss_sum=1.0, loss_tokens=1, tokens=1, bytes_sent=7)
+    meter.predict_bytes(6)
+    record = record_of(meter.finish(), LocalStep(bytes_sent=1, bytes_predicted=1))
+    assert (record.bytes_sent, record.bytes_predicted) == (8, 7)
 
 
 def test_flops_utilisation_and_balance():
