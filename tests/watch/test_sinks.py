@@ -105,8 +105,13 @@ def no_network(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
-def test_wandb_is_offline_without_a_network_and_keeps_its_run_over_a_resume(tmp_path, no_network):
-    with build_sinks(config(wandb=True), tmp_path, rank=0, total_steps=9) as sinks:
+def test_wandb_is_offline_without_a_network_and_keeps_its_run_over_a_resume(
+    tmp_path, no_network, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["train", "job.yaml", "data.hub_token=argument-secret"])
+    made_by = {"commit": "c0ffee" * 6 + "c0ff", "versions": {"torch": "2.99.7"}}
+    watch = config(wandb=True)
+    with build_sinks(watch, tmp_path, rank=0, total_steps=9, made_by=made_by) as sinks:
         for step in (1, 2, 3):
             sinks.log(record(step))
         sinks.event("checkpoint", step=3)
@@ -126,6 +131,8 @@ def test_wandb_is_offline_without_a_network_and_keeps_its_run_over_a_resume(tmp_
     assert folders and all(folder.name.endswith(first["id"]) for folder in folders)
     written = b"".join(file.read_bytes() for file in (tmp_path / "wandb").rglob("*.wandb"))
     assert b"tokens_per_second" in written and b"very-secret-value" not in written
+    assert made_by["commit"].encode() in written and b"2.99.7" in written
+    assert b"argument-secret" not in written
 
 
 def test_wandb_without_a_key_is_offline(monkeypatch, no_network):
