@@ -5,6 +5,7 @@ Called by ``anchorcontext train`` between opening the data and building the mode
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import time
@@ -83,7 +84,8 @@ def check_run_folder(config: Config, ranks: Ranks) -> None:
         alien = None if _appears(first) else f"{folder} is not the folder that rank 0 writes"
         ranks.refuse(alien, "set run.output_dir to a folder that all hosts share")
     finally:
-        probe.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def check_disk(config: Config, ranks: Ranks, size: int) -> None:

@@ -14,6 +14,7 @@ from .costs import cost_model, plan_options, predicted_bytes
 from .engine import check_deepspeed_options, deepspeed_config
 from .job import build_loader, open_dataset, run_folder
 from .launch import start_process
+from .preflight import check_same_setup
 from .reshard import check_movable
 from .resume import check_resumable
 
@@ -55,6 +56,7 @@ def dry_run(config: Config) -> DryRun:
     """
     process = start_process()
     control = process.control
+    check_same_setup(config, control)
     with control.together("checking the config"):
         shape = config.check_world(process.world_size)
         check_deepspeed_options(deepspeed_config(config, process.world_size, process.device))

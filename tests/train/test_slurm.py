@@ -31,7 +31,7 @@ MISSING = [name for name in PROGRAMS if shutil.which(name, path=SEARCHED) is Non
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(os.geteuid() != 0, reason="SLURM's daemons are started as root"),
     pytest.mark.skipif(
         bool(MISSING), reason="no SLURM: `make test-slurm` installs slurm-wlm, munge"
@@ -122,7 +122,7 @@ class Cluster:
         )
         return shown[field]
 
-    def wait_for(self, number: str, what, seconds: float = 180.0) -> None:
+    def wait_for(self, number: str, what, seconds: float = 300.0) -> None:
         """Until ``what()``; at once an error when the job ends in another way."""
         self._wait(lambda: what() or self._failed(number), seconds)
         assert what(), self.log(number)
