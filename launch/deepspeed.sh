@@ -25,13 +25,14 @@ fi
 # shellcheck source=launch/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-# The launcher hands on few variables by itself and reads further ones from this file. It puts them
-# on command lines and into its log, so keys and tokens stay out: log in on every machine.
-DS_ENV_FILE="$(mktemp)"
-export DS_ENV_FILE
-trap 'rm -f "$DS_ENV_FILE"' EXIT
+# The launcher hands on few variables by itself and reads further ones from a file. It puts them on
+# command lines and into its log, so keys and tokens stay out: log in on every machine.
+file="$(mktemp)"
 env | grep -E '^(NCCL|GLOO|TORCH|PYTORCH|OMP|TOKENIZERS|WANDB|HF)_[A-Z0-9_]*=[^ ]+$' |
-    grep -vE '^[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD)=' > "$DS_ENV_FILE"
+    grep -vE '^[A-Z0-9_]*(KEY|TOKEN|SECRET|PASSWORD)=' > "$file"
+exec 3< "$file" # open, so that it needs no name and nobody has to remove it later
+rm "$file"
+export DS_ENV_FILE=/dev/fd/3
 
 rendezvous=()
 if [ -n "${MASTER:-}" ]; then
@@ -43,5 +44,5 @@ if [ -n "${NODE:-}" ]; then
 fi
 
 # shellcheck disable=SC2086 # OPTIONS are several words
-"${BIN:+$BIN/}deepspeed" --hostfile "$HOSTFILE" "${rendezvous[@]}" ${OPTIONS:-} \
+exec "${BIN:+$BIN/}deepspeed" --hostfile "$HOSTFILE" "${rendezvous[@]}" ${OPTIONS:-} \
     --no_local_rank --module anchorcontext "$@"
