@@ -1,7 +1,7 @@
 """Training: DeepSpeed engine, gradient scale, the loop, checkpoints.
 
-Read in this order: ``launch`` (ranks), ``job`` (data, model, engine), ``loop`` (the run), ``step``
-(the loss and gradient scale), ``checkpoint`` and ``resume``.
+Read in this order: ``launch`` (ranks), ``preflight`` (what they agree on), ``job`` (data, model,
+engine), ``loop`` (the run), ``step`` (the loss and gradient scale), ``checkpoint`` and ``resume``.
 """
 
 from __future__ import annotations
