@@ -11,6 +11,8 @@ from ..errors import UserError
 from .jsonl import read_metrics
 
 METRICS_FILE = "metrics.jsonl"
+MIB = 2**20
+NOTHING_YET = "-"
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,10 @@ class RunSummary:
     """Of the rank that used most."""
     bytes_sent: int
     """In attention, all ranks, all steps."""
+    bytes_predicted: int | None
+    """What the plans said it would be; None where a step does not hold it."""
+    seconds_saving: float
+    """Training time lost to checkpoints."""
     attention_balance: float | None
     """Mean over steps of the busiest rank's attention pairs over the mean rank's."""
     parity_checks: int
@@ -66,6 +72,8 @@ def summarize(run_dir: str | Path) -> RunSummary:
         median_tokens_per_second=_median(records, "tokens_per_second"),
         peak_memory_bytes=max((record["peak_memory_bytes"] for record in records), default=0),
         bytes_sent=sum(record["bytes_sent"] for record in records),
+        bytes_predicted=_total(records, "bytes_predicted"),
+        seconds_saving=sum(_values(records, "seconds_checkpoint")),
         attention_balance=_mean(records, "attention_balance"),
         parity_checks=len(checks),
         parity_failures=sum(not check["passed"] for check in checks),
@@ -79,6 +87,47 @@ def summarize(run_dir: str | Path) -> RunSummary:
 
 def _values(records: list[dict[str, Any]], name: str) -> list[float]:
     return [record[name] for record in records if record.get(name) is not None]
+
+
+def summary_rows(found: RunSummary) -> list[tuple[str, str]]:
+    """The run in words: what, and how much."""
+    return [
+        ("steps", f"{found.steps:,}, {found.skipped} skipped, started {found.starts} times"),
+        ("loss, first -> last", f"{_loss(found.first_loss)} -> {_loss(found.last_loss)}"),
+        ("tokens", f"{found.tokens:,}"),
+        ("tokens/s, median step", _number(found.median_tokens_per_second, ",.0f")),
+        ("peak memory of a rank", f"{found.peak_memory_bytes / MIB:,.0f} MiB"),
+        ("sent in attention", f"{found.bytes_sent / MIB:,.1f} MiB, all ranks, all steps"),
+        ("as predicted", _predicted(found)),
+        ("busiest rank / mean", _number(found.attention_balance, ".2f") + " of attention"),
+        (
+            "largest logit difference",
+            f"{_number(found.largest_logit_difference, '.2e')} in {found.parity_checks} parity "
+            f"checks, {found.parity_failures} failed",
+        ),
+        ("lost to saving", f"{found.seconds_saving:,.1f} s"),
+    ]
+
+
+def _predicted(found: RunSummary) -> str:
+    if found.bytes_predicted is None:
+        return NOTHING_YET
+    text = f"{found.bytes_predicted / MIB:,.1f} MiB"
+    off = found.bytes_sent - found.bytes_predicted
+    return f"{text}, {'equal to the byte' if off == 0 else f'{off:+,} bytes sent'}"
+
+
+def _loss(value: float | None) -> str:
+    return _number(value, ".4f")
+
+
+def _number(value: float | None, form: str) -> str:
+    return NOTHING_YET if value is None else format(value, form)
+
+
+def _total(records: list[dict[str, Any]], name: str) -> int | None:
+    values = _values(records, name)
+    return int(sum(values)) if records and len(values) == len(records) else None
 
 
 def _median(records: list[dict[str, Any]], name: str) -> float | None:
