@@ -1,6 +1,6 @@
 """The typed config: one YAML file, ``key=value`` overrides, one error message a mistake.
 
-``sections.py`` lists every key; ``python -m anchorcontext config --reference`` prints them.
+``sections/`` lists every key; ``python -m anchorcontext config --reference`` prints them.
 """
 
 from anchorcontext.config.load import load_config, parse_config, resolved_yaml, save_config

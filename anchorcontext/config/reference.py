@@ -9,7 +9,7 @@ from anchorcontext.config.schema import Config
 _HEAD = """\
 # Configuration reference
 
-Written by `anchorcontext config --reference`; the source is `anchorcontext/config/sections.py`.
+Written by `anchorcontext config --reference`; the source is `anchorcontext/config/sections/`.
 
 A config is one YAML file. `extends: other.yaml` takes another file, relative to this one, as the
 base: sections are merged key by key, lists are replaced. On the command line `section.key=value`
