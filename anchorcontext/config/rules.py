@@ -54,6 +54,13 @@ def _model(config: Config) -> Iterator[Problem]:
             "set the other to null" if both else "set one of them",
         )
     yield from _checkpointing(config)
+    if model.compile and config.train.zero_stage == 3:
+        yield Problem(
+            "model.compile",
+            True,
+            "train.zero_stage = 3 gathers weights in hooks of the modules that are compiled",
+            "set it to false, or zero_stage to 2",
+        )
     if model.scratch is None:
         return
     if not isinstance(model.scratch.get("model_type"), str):

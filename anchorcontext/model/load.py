@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from ..errors import UserError
 from .attention import enable
+from .compile import compile_layers
 from .memory import save_memory
 from .quiet import quiet_progress
 from .rope import (
@@ -81,6 +82,8 @@ def build_model(
     if probe and not skeleton:
         probe_model(model)
     save_memory(model, section)
+    if section.compile:
+        compile_layers(model)
     return model
 
 

@@ -99,6 +99,10 @@ class ChunkedMLP(nn.Module):
             compute = partial(checkpoint, compute, use_reentrant=False, preserve_rng_state=False)
         return torch.cat([compute(chunk) for chunk in hidden.split(self.chunk_tokens, 1)], dim=1)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what a chunk runs; chunks and their checkpoints stay outside."""
+        self._whole[0].compile(*args, **kwargs)
+
     def extra_repr(self) -> str:
         """Shown by ``repr(model)``."""
         return f"chunk_tokens={self.chunk_tokens}"

@@ -10,7 +10,7 @@ each rank keeps its part.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,7 +43,7 @@ def partition_model(model: PreTrainedModel, config: Config, process: Process) ->
         without_compiled_operators()
     options = deepspeed_config(config, process.world_size, process.device)
     taken: dict[nn.Parameter, nn.Parameter] = {}
-    converted: nn.Parameter | None = None
+    converted: Any = None
     with quiet_deepspeed():
         for module in model.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):

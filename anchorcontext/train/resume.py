@@ -31,6 +31,7 @@ _ROUNDING = (
     "loss.chunk_tokens",
     "loss.kernel",
     "model.checkpoint_every",
+    "model.compile",
     "model.gradient_checkpointing",
     "model.keep_attention",
     "model.mlp_chunk_tokens",

@@ -58,6 +58,7 @@ def message(path: Path, *overrides: str) -> str:
             "model.keep_attention = true",
             "model.gradient_checkpointing = false",
         ),
+        (["model.compile=true", "train.zero_stage=3"], "model.compile = true", "zero_stage = 3"),
         (["train.partitioned_init=true"], "train.partitioned_init = true", "train.zero_stage = 1"),
         (
             ["train.offload_optimizer=cpu", "train.zero_stage=0"],
