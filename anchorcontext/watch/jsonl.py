@@ -25,7 +25,8 @@ class JsonlSink:
     A run that resumes from a checkpoint repeats the steps after it, so on opening the records with
     ``step > resume_step`` are dropped, and with them what a kill left of an unfinished last line.
     Events are history (restarts, saves, parity checks) and stay; they carry ``"event"`` and
-    ``"time"``, records do not.
+    ``"time"``, records do not. The first event after opening says how many records were dropped:
+    ``"superseded"``, steps whose work was lost.
 
     Args:
         path: the file; it and its folder are created when missing.
@@ -38,7 +39,7 @@ class JsonlSink:
     def __init__(self, path: str | Path, resume_step: int = 0) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._last_step = _drop_records_after(self.path, resume_step)
+        self._last_step, self._superseded = _drop_records_after(self.path, resume_step)
         self._file = self.path.open("a", encoding="utf-8")
         self._torn = False
 
@@ -59,7 +60,10 @@ class JsonlSink:
 
     def event(self, name: str, **values: Any) -> None:
         """Append one event with the time of day (seconds since 1970, UTC)."""
-        self._write({"event": name, "time": round(time.time(), 3), **json_values(redact(values))})
+        values = json_values(redact(values))
+        if self._superseded:
+            values["superseded"], self._superseded = self._superseded, 0
+        self._write({"event": name, "time": round(time.time(), 3), **values})
 
     def close(self) -> None:
         """Close the file; further calls raise."""
@@ -92,10 +96,11 @@ def read_metrics(path: str | Path) -> tuple[list[dict[str, Any]], list[dict[str,
     return [records[step] for step in sorted(records)], events
 
 
-def _drop_records_after(path: Path, resume_step: int) -> int:
-    """Rewrite the file without later records and broken lines; the last step that is left."""
+def _drop_records_after(path: Path, resume_step: int) -> tuple[int, int]:
+    """Rewrite the file without later records and broken lines; the last step that is left, and the
+    number of records dropped."""
     if not path.exists():
-        return 0
+        return 0, 0
     last_step = dropped = broken = 0
     beside = path.with_name(path.name + ".partial")
     with open(beside, "w", encoding="utf-8") as kept:
@@ -118,7 +123,7 @@ def _drop_records_after(path: Path, resume_step: int) -> int:
         )
     else:
         os.remove(beside)
-    return last_step
+    return last_step, dropped
 
 
 def json_values(value: Any) -> Any:

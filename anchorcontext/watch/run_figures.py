@@ -112,7 +112,8 @@ def _inline(svg: str, title: str) -> str:
     head, rest = svg.split(">", 1)
     head = re.sub(r' (width|height|version|xmlns(:\w+)?)="[^"]*"', "", head)
     svg = f"{head}>{rest}"
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
+    svg = re.sub(r"; font-family: [^;\"]*", "", svg)
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
     for index, color in enumerate(COLORS):
         svg = svg.replace(color, f"var(--c{index})")

@@ -136,12 +136,13 @@ def _starts(run: RunHistory) -> list[str]:
             local_time(start.get("time")),
             start.get("step"),
             start.get("ranks"),
+            start.get("superseded", 0),
             str(start.get("commit") or "-")[:12],
             start["ended"],
         )
         for start in run.starts
     ]
-    return [_table(rows, ("time", "after step", "ranks", "commit", "ended"))]
+    return [_table(rows, ("time", "after step", "ranks", "steps repeated", "commit", "ended"))]
 
 
 def _events(run: RunHistory) -> list[str]:

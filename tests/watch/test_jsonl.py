@@ -87,6 +87,17 @@ def test_events_stay_over_resumes(tmp_path):
     assert events[1]["largest"] == 0.5 and events[1]["where"] is None
 
 
+def test_the_first_event_after_a_resume_counts_the_steps_whose_work_was_lost(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 8))
+    sink = JsonlSink(path, 4)
+    sink.event("start")
+    sink.event("checkpoint")
+    sink.close()
+    first, second = read_metrics(path)[1]
+    assert first["superseded"] == 3 and "superseded" not in second
+
+
 def test_an_event_never_shows_a_secret(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.event("start", config={"hf_token": "abc"})

@@ -100,7 +100,7 @@ def test_the_page_needs_nothing_else_and_shows_everything(tmp_path):
     save(tmp_path)
     checks = [{**PARITY, "step": step, "largest_logit_difference": 1e-6} for step in (0, 4)]
     steps = [record(1), record(2, None), record(3), record(4)]
-    again = {**START, "step": 2, "ranks": 2}
+    again = {**START, "step": 2, "ranks": 2, "superseded": 71}
     write(tmp_path, START, checks[0], *steps[:2], again, *steps[2:], checks[1])
     write_run_report(tmp_path, tmp_path / "new" / "run.html")
     text = (tmp_path / "new" / "run.html").read_text()
@@ -112,7 +112,7 @@ def test_the_page_needs_nothing_else_and_shows_everything(tmp_path):
     assert page.tags.count("svg") == 9
     assert '<meta name="viewport"' in text and "prefers-color-scheme: dark" in text
     assert "2.99.7" in text and START["commit"] in text and "window_tokens: 64" in text
-    assert "equal to the byte" in text and "step 4 of 9" in text
+    assert "<td>71</td>" in text and "equal to the byte" in text and "step 4 of 9" in text
 
 
 def test_figures_take_their_colours_from_the_page_and_their_ids_do_not_clash(tmp_path):
