@@ -1,5 +1,6 @@
-"""What a run leaves to look at: traces, traffic as predicted, seconds that add up, who made it."""
+"""What a run and its resume leave: a trace, traffic as predicted, seconds, one wandb run."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,22 +11,25 @@ from anchorcontext.train.loop import train
 from anchorcontext.watch.jsonl import read_metrics
 
 
-def trained(rank, world_size, config):
-    return train(config).step
+def trained(rank, world_size, configs):
+    return [train(config).step for config in configs]
 
 
-def test_a_run_leaves_its_traffic_its_seconds_a_trace_and_what_made_it(tiny):
-    config = tiny(
+def watched(tiny, steps):
+    return tiny(
         model={"gradient_checkpointing": True},
         parallel={"sp": 2},
-        train={"steps": 3, "windows_per_step": 2},
-        checkpoint={"final": False},
-        watch={"profile": {"from": 2, "steps": 1}},
+        train={"steps": steps, "windows_per_step": 2},
+        watch={"profile": {"from": 2, "steps": 1}, "wandb": {"mode": "offline"}},
     )
-    assert run_distributed(trained, 2, config) == [3, 3]
-    folder = Path(config.run.output_dir) / config.run.name
+
+
+def test_a_run_and_its_resume_leave_traffic_seconds_a_trace_and_one_wandb_run(tiny):
+    configs = [watched(tiny, 2), watched(tiny, 3)]
+    assert run_distributed(trained, 2, configs) == [[2, 3], [2, 3]]
+    folder = Path(configs[0].run.output_dir) / configs[0].run.name
     records, events = read_metrics(folder / "metrics.jsonl")
-    assert len(records) == 3
+    assert [record["step"] for record in records] == [1, 2, 3]
     for record in records:
         assert record["bytes_predicted"] == record["bytes_sent"] > 0
         parts = ["data", "exchange", "compute", "optimizer", "other"]
@@ -33,10 +37,19 @@ def test_a_run_leaves_its_traffic_its_seconds_a_trace_and_what_made_it(tiny):
         assert sum(seconds) == pytest.approx(record["seconds"], rel=1e-9)
         assert min(seconds) >= 0 and record["seconds_compute"] > 0
         assert record["seconds_attention"] <= record["seconds_compute"]
-    start = events[0]
-    assert (start["event"], start["ranks"], start["sp"], start["device"]) == ("start", 2, 2, "cpu")
-    assert start["versions"]["torch"]
-    assert start["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", start["commit"])
+
+    starts = [event for event in events if event["event"] == "start"]
+    assert [start["step"] for start in starts] == [0, 2]
+    assert (starts[0]["ranks"], starts[0]["sp"], starts[0]["device"]) == (2, 2, "cpu")
+    commit = starts[0]["commit"]
+    assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
+    assert starts[0]["versions"]["torch"]
+
     (traced,) = [event for event in events if event["event"] == "profile"]
     assert traced["step"] == 2 and Path(traced["path"]).is_file()
     assert len(list((folder / "profile").iterdir())) == 1
+
+    state = json.loads((folder / "wandb.json").read_text())
+    parts = sorted((folder / "wandb").glob("offline-run-*"))
+    assert state["last_step"] == 3 and len(parts) == 2
+    assert all(part.name.endswith(state["id"]) for part in parts)
