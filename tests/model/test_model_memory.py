@@ -146,11 +146,15 @@ def test_nothing_is_kept_after_backward_nor_without_gradients(monkeypatch):
     try:
         gradients(model)
         assert len(alive) == 2 * 3 and not any(ref() is not None for ref in alive)
+        plan = make_plan([make_window()])
+        local = shard([make_window()], plan)
         with torch.no_grad():
-            plan = make_plan([make_window()])
-            local = shard([make_window()], plan)
             model(local.input_ids, local.position_ids, local.labels, plan)
         assert len(alive) == 2 * 3
+        loss = model(local.input_ids, local.position_ids, local.labels, plan)
+        assert sum(ref() is not None for ref in alive) == 2 * 3
+        del loss  # a forward whose backward never comes
+        assert not any(ref() is not None for ref in alive)
     finally:
         gc.enable()
 
