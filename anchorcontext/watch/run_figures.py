@@ -24,7 +24,8 @@ MOST_POINTS = 400
 MIB = 2**20
 INK = "#010203"
 COLORS = tuple(f"#0102f{index}" for index in range(6))
-_SMALLEST = 1e-9  # a difference of 0 has no place on a logarithmic axis
+SMALLEST = 1e-9
+"""A difference of 0 has no place on a logarithmic axis, and is drawn here."""
 _STYLE = {
     "svg.fonttype": "none",
     "font.size": 9,
@@ -149,6 +150,12 @@ def _marks(axes: Axes, run: RunHistory) -> None:
         axes.plot([step], [0.02], "x", color=COLORS[5], transform=axes.get_xaxis_transform())
 
 
+def _legend(axes: Axes, columns: int) -> None:
+    """Above the axes, narrow enough for a page's wider font."""
+    place: dict[str, Any] = {"loc": "lower center", "bbox_to_anchor": (0.5, 1.0)}
+    axes.legend(**place, ncols=columns, fontsize=8, handlelength=1.0, columnspacing=1.0)
+
+
 def _loss(axes: Axes, run: RunHistory) -> bool:
     found = _curve(axes, run, "loss")
     _marks(axes, run)
@@ -183,7 +190,7 @@ def _seconds(axes: Axes, run: RunHistory) -> bool:
         axes.bar(x, [0.0])  # a single step has no width to fill
         x, means = np.array([x[0] - 0.4, x[0] + 0.4]), [np.repeat(mean, 2) for mean in means]
     axes.stackplot(x, means, labels=PARTS, colors=COLORS[: len(PARTS)], linewidth=0)
-    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=len(PARTS), fontsize=8)
+    _legend(axes, len(PARTS))
     return True
 
 
@@ -193,7 +200,7 @@ def _traffic(axes: Axes, run: RunHistory) -> bool:
     _curve(axes, run, "bytes_sent", scale=1 / MIB, label="counted")
     style = {"linestyle": "--", "marker": "", "label": "predicted"}
     if _curve(axes, run, "bytes_predicted", 1, 1 / MIB, **style):
-        axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, fontsize=8)
+        _legend(axes, 2)
     axes.set_ylim(bottom=0)
     return True
 
@@ -213,7 +220,7 @@ def _parity(axes: Axes, run: RunHistory) -> bool:
     checks = [event for event in run.events if event["event"] == "parity"]
     for passed, marker, color in ((True, "o-", 0), (False, "X", 5)):
         found = [check for check in checks if bool(check.get("passed")) == passed]
-        values = [max(check.get("largest_logit_difference") or 0.0, _SMALLEST) for check in found]
+        values = [max(check.get("largest_logit_difference") or 0.0, SMALLEST) for check in found]
         steps = [check.get("step") or 0 for check in found]
         axes.plot(steps, values, marker, color=COLORS[color], markersize=4)
     axes.set_yscale("log")

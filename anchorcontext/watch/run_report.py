@@ -10,7 +10,7 @@ from typing import Any
 from ..config.yaml_io import to_yaml
 from .history import PARTS, PROBLEMS, RunHistory, local_time, read_run, seconds_of
 from .redact import redact
-from .run_figures import run_figures
+from .run_figures import SMALLEST, run_figures
 from .summary import summary_rows
 
 MOST_EVENTS = 500
@@ -107,7 +107,8 @@ def _figures(run: RunHistory) -> list[str]:
         return ["<p>No step was recorded yet.</p>"]
     legend = (
         "Dotted lines: the run went on from a checkpoint. Crosses: a step was not applied, or "
-        "something was wrong. Long runs are drawn as means, in a band from least to most."
+        "something was wrong. Long runs are drawn as means, in a band from least to most. "
+        f"A logit difference of 0 is drawn at {SMALLEST:g}."
     )
     return ['<div class="figures">', *figures, "</div>", f'<p class="soft">{legend}</p>']
 
