@@ -41,6 +41,7 @@ def accumulation_divided_again():
 
 
 def anchor_counted_twice():
+    from anchorcontext.kernels import anchor_forward_
     from anchorcontext.parallel import attention
 
     real = attention._forward
@@ -52,8 +53,8 @@ def anchor_counted_twice():
             list(keys)
             anchors = keys.anchors()
             for number, start, stop in plan.mine.anchors.queries.tolist():
-                key, value = anchors[number, 0], anchors[number, 1]
-                attention.anchor_forward_(state, q, key, value, scale, start, stop)
+                key, value = anchors.rows[number]
+                anchor_forward_(state, q, key, value, scale, start, stop)
         return state
 
     return mock.patch.object(attention, "_forward", twice)
