@@ -78,6 +78,7 @@ demo-smollm2: venv ## The same on a pretrained model, SmolLM2-135M.
 docs: venv ## Write the pages that are made from the code.
 	$(BIN)/anchorcontext config --reference > docs/config.md
 	$(BIN)/python -c 'from anchorcontext.watch.draw import draw_modes; draw_modes("docs/masks.png")'
+	$(BIN)/python -c 'from anchorcontext.watch.draw import draw_layouts; draw_layouts("docs/layouts.png")'
 	$(BIN)/anchorcontext bench layouts --markdown docs/benchmarks.md
 
 wheel: venv ## Build the wheel into dist/.

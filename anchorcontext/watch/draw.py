@@ -9,8 +9,9 @@ import numpy as np
 
 from ..errors import UserError
 from ..modes import MODES, Mode
+from ..plan.mixes import mix_lengths
 from ..window import Window
-from .inspection import Inspection
+from .inspection import Inspection, inspect_window
 from .mask_grid import mask_grid
 
 if TYPE_CHECKING:
@@ -22,6 +23,7 @@ DOCUMENT_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#F0E4
 ANCHOR_COLOR = "#D55E00"
 CAUSAL_COLOR = "#F2F2F2"
 MAX_BLOCKS = 768
+LAYOUTS = ("contiguous", "zigzag", "balanced")
 MODE_NOTES = {
     "full": "every earlier token",
     "intra_doc": "own document",
@@ -77,6 +79,26 @@ def draw_modes(path: str | Path, lengths: tuple[int, ...] = (6, 8, 5)) -> None:
         for edge in range(window.num_tokens + 1):
             axes.axhline(edge, color="white", linewidth=0.8)
             axes.axvline(edge, color="white", linewidth=0.8)
+    save_figure(figure, path)
+
+
+def draw_layouts(path: str | Path, window_tokens: int = 131072, sp: int = 8, seed: int = 0) -> None:
+    """Draw every layout of one window of the mix ``upsampled`` in mode ``anchor``: pairs per rank
+    and the key rows that travel.
+
+    Raises:
+        UserError: matplotlib is not installed, or does not know the format.
+    """
+    lengths = mix_lengths("upsampled", window_tokens - 1, seed)
+    window = Window.from_documents([[0] * int(n) for n in lengths], anchor_id=0, mode="anchor")
+    figure = new_figure(width=13.0, height=8.2)
+    for index, layout in enumerate(LAYOUTS):
+        inspection = inspect_window(window, sp=sp, layout=layout, exchange="gather")
+        work, traffic = (figure.add_subplot(2, len(LAYOUTS), index + k) for k in (1, 4))
+        _draw_work(work, inspection)
+        work.set_title(f"{layout}\n{work.get_title()}")
+        _draw_traffic(traffic, inspection)
+    figure.suptitle(f"{window_tokens:,} tokens, {len(lengths)} documents, {sp} ranks, mode anchor")
     save_figure(figure, path)
 
 

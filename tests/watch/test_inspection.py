@@ -10,7 +10,7 @@ from anchorcontext import Window
 from anchorcontext.errors import UserError
 from anchorcontext.modes import MODES, visible
 from anchorcontext.parallel.plan import Plan
-from anchorcontext.watch.draw import draw_modes, draw_window, mask_image
+from anchorcontext.watch.draw import draw_layouts, draw_modes, draw_window, mask_image
 from anchorcontext.watch.draw_text import ASCII, mask_text
 from anchorcontext.watch.inspection import ModelTraffic, inspect_window
 
@@ -163,6 +163,8 @@ def test_a_window_is_drawn_to_a_png(tmp_path, sp):
 
 def test_the_four_modes_are_drawn(tmp_path):
     draw_modes(tmp_path / "masks.png")
+    draw_layouts(tmp_path / "layouts.png", window_tokens=2048, sp=4)
+    assert (tmp_path / "layouts.png").stat().st_size > 10_000
     assert (tmp_path / "masks.png").read_bytes().startswith(b"\x89PNG")
 
 
