@@ -36,6 +36,8 @@ from anchorcontext.watch.jsonl import read_metrics
 LONGEST_END = 60.0
 """Seconds from the first rank's end to the last one's."""
 LONGEST_LIFE = 600.0
+LAST_STEP = 4
+"""The last step of a life that a fault may be drawn for."""
 KINDS = (
     "kill all in a step",
     "kill one in a step",
@@ -67,7 +69,11 @@ class Fault:
 def draw(kind: str, chance: random.Random, ranks: int) -> Fault:
     """A fault of a kind, at a random place."""
     return Fault(
-        kind, chance.randrange(ranks), chance.randint(1, 4), chance.random() < 0.5, chance.random()
+        kind,
+        chance.randrange(ranks),
+        chance.randint(1, LAST_STEP),
+        chance.random() < 0.5,
+        chance.random(),
     )
 
 
@@ -178,6 +184,8 @@ def arm(fault: Fault, rank: int, ranks: int) -> None:
         now, everybody = first["step"] == fault.step, fault.kind.endswith("all")
         if now and (fault.kind == "kill all in a step" or (mine and "kill one" in fault.kind)):
             die()
+        if mine and fault.kind == "kill at any time" and first["step"] > LAST_STEP:
+            time.sleep(LONGEST_LIFE)  # a fast machine would be done before the kill
         if now and mine and fault.kind == "raise in a step":
             raise OSError("chaos")
         if now and "terminate" in fault.kind and (mine or everybody):
@@ -264,7 +272,7 @@ def chaos(folder: Path, faults: int, seed: int, ranks: int = 2) -> list[Fault]:
     """
     chance = random.Random(seed)
     kinds = [*chance.sample(KINDS, len(KINDS)), *chance.choices(KINDS, k=faults)][:faults]
-    total = 3 * faults + 10
+    total = 6 * faults + 10  # a life that outlasts a full disk goes seven steps
     prepare(folder)
     reference = run_config(folder, "undisturbed", total)
     assert live(reference, None, ranks) == [0] * ranks
