@@ -23,6 +23,13 @@ _threads = click.option("--threads", default=1, metavar="N", show_default=True, 
 
 @plain_command
 @_lengths
+@click.option(
+    "--mode",
+    "modes",
+    multiple=True,
+    type=click.Choice(["full", "intra_doc", "anchor"]),
+    help="Modes to time; may be given several times. Default: all, of which full takes longest.",
+)
 @click.option("--heads", default="8/2", metavar="Q/KV", show_default=True, help="Heads.")
 @click.option("--head-dim", default=64, metavar="D", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
@@ -32,6 +39,7 @@ _threads = click.option("--threads", default=1, metavar="N", show_default=True, 
 @markdown_option("docs/benchmarks.md")
 def kernels(
     lengths: tuple[int, ...],
+    modes: tuple[str, ...],
     heads: str,
     head_dim: int,
     dtype: str,
@@ -46,10 +54,16 @@ def kernels(
     """
     import torch
 
-    from anchorcontext.bench.kernels import HEADERS, bench_kernels, kernels_markdown, table_rows
+    from anchorcontext.bench.kernels import (
+        HEADERS,
+        MODES,
+        bench_kernels,
+        kernels_markdown,
+        table_rows,
+    )
     from anchorcontext.bench.markdown import write_section
 
-    lengths = lengths or (65536,)
+    lengths, modes = lengths or (65536,), modes or MODES
     torch.set_num_threads(threads)
     device, name = _device()
     results = bench_kernels(
@@ -59,6 +73,7 @@ def kernels(
         heads=parse_heads(heads),
         head_dim=head_dim,
         mix=mix,
+        modes=modes,
         repeats=repeats,
     )
     setting = (
@@ -68,6 +83,7 @@ def kernels(
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():
         tokens = " ".join(f"--tokens {n}" for n in lengths)
+        tokens += "".join(f" --mode {mode}" for mode in modes)
         line = (
             f"anchorcontext bench kernels {tokens} --heads {heads} --head-dim {head_dim} "
             f"--dtype {dtype} --mix {mix} --threads {threads} --repeats {repeats} "
