@@ -45,7 +45,7 @@ def forward_with_anchors_(
 
     Arguments as for `Engine.forward`; ``tiles`` may be empty.
     """
-    if getattr(engine, "takes_anchors", False):
+    if engine.takes_anchors:
         engine.forward(q, k, v, tiles, scale, state, anchors=anchors)  # type: ignore[call-arg]
         return
     if len(tiles):
@@ -77,7 +77,7 @@ def backward_with_anchors_(
     accumulator like the other three.
     """
     arguments = (dout, q, k, v, out, lse, tiles, scale, dq, dk, dv)
-    if getattr(engine, "takes_anchors", False):
+    if engine.takes_anchors:
         engine.backward(*arguments, anchors=anchors, d_anchors=d_anchors)  # type: ignore[call-arg]
         return
     if len(tiles):

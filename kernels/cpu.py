@@ -31,6 +31,7 @@ class CpuEngine:
 
     name = "cpu"
     exact = True
+    takes_anchors = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -95,6 +95,8 @@ class Engine(Protocol):
     name: str
     exact: bool
     """Whether forward can serve tile lists that are ``exact``."""
+    takes_anchors: bool
+    """Whether both methods take anchors along (:mod:`.anchored`)."""
 
     def forward(
         self,

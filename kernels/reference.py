@@ -21,6 +21,7 @@ class ReferenceEngine:
 
     name = "reference"
     exact = False
+    takes_anchors = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:

@@ -43,6 +43,7 @@ class _VarlenEngine:
 
     name: ClassVar[str]
     exact = False
+    takes_anchors = False
 
     def forward(
         self,

@@ -23,6 +23,7 @@ import numpy as np
 from ..errors import UserError
 from ..modes import Mode, get_mode
 from ..window import Window
+from .draws import splitmix64
 from .prefetch import Prefetch
 from .store import WindowDataset
 
@@ -37,16 +38,9 @@ def epoch_order(num_windows: int, seed: int, epoch: int, shuffle: bool = True) -
     index = np.arange(num_windows, dtype=np.uint64)
     if not shuffle:
         return index.astype(np.int64)
-    key = _splitmix64(np.array([seed % (1 << 64)], dtype=np.uint64))
-    key = _splitmix64(key + np.uint64(epoch))
-    return np.argsort(_splitmix64(key + index), kind="stable").astype(np.int64)
-
-
-def _splitmix64(x: np.ndarray) -> np.ndarray:
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    key = splitmix64(np.array([seed % (1 << 64)], dtype=np.uint64))
+    key = splitmix64(key + np.uint64(epoch))
+    return np.argsort(splitmix64(key + index), kind="stable").astype(np.int64)
 
 
 class Loader:
