@@ -1,7 +1,8 @@
-"""What this machine and this Python environment offer: for ``anchorcontext doctor``."""
+"""What this machine and this Python environment offer: for ``doctor`` and beside measurements."""
 
 from __future__ import annotations
 
+import datetime
 import importlib.metadata
 import importlib.util
 import os
@@ -87,6 +88,15 @@ def examine() -> Environment:
         engines=tuple(_engines()),
         warnings=tuple(_warnings()),
     )
+
+
+def measured_on(device: torch.device | None = None) -> str:
+    """Where and when a figure was taken: processor, torch's version, date; ``None``: the CPU."""
+    if device is not None and device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    else:
+        name = f"{platform.machine()} CPU"
+    return f"{name}, torch {torch.__version__}, {datetime.date.today()}"
 
 
 def _machine() -> dict[str, str]:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import date
 from functools import partial
 
 import numpy as np
 
+from ..environment import measured_on
 from ..plan.baselines import document_zigzag, min_heap_chunks
 from ..plan.cost import CostModel
 from ..plan.layout import layout_runs
@@ -116,7 +115,7 @@ def layouts_markdown(results: Iterable[LayoutResult]) -> str:
     last = results[-1].link
     parts.append(
         f"### {last}: milliseconds to make the layout\n\nMeasured: processor time on one core "
-        f"({platform.machine()}, {date.today().isoformat()}), the least of three."
+        f"({measured_on()}), the least of three."
     )
     parts.append(_table(results, last, lambda result: f"{result.layout_ms:.1f}"))
     return "\n\n".join(parts)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-import platform
 import resource
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from datetime import date
 
 import numpy as np
 
 from ..data.interleave import interleave
 from ..data.packing import Packing, pack
+from ..environment import measured_on
 from .markdown import markdown_table
 
 MEAN_TOKENS = 1000 / 3
@@ -68,10 +67,9 @@ def packing_markdown(results: tuple[PackingResult, ...], window_tokens: int, com
         for result in results
     ]
     headers = ("", "seconds", "x plain loop", "MiB", "windows", "filled, %", "documents cut, %")
-    machine = f"{platform.machine()}, {date.today().isoformat()}"
     return (
         f"`{command}`: {first.documents:,} documents of {first.tokens:,} tokens into windows of "
-        f"{window_tokens:,}, on one core ({machine}).\n\n{markdown_table(headers, rows)}"
+        f"{window_tokens:,}, on one core ({measured_on()}).\n\n{markdown_table(headers, rows)}"
     )
 
 

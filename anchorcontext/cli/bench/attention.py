@@ -69,13 +69,11 @@ def modes(
     markdown: Path | None,
 ) -> Outcome:
     """Time one layer's attention on this device in every mode, against full attention."""
-    import datetime
-    import platform
-
     import torch
 
     from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.modes import HEADERS, bench_modes, modes_markdown, table_rows
+    from anchorcontext.environment import measured_on
 
     num_heads, num_kv_heads = parse_heads(heads)
     torch.set_num_threads(threads)
@@ -91,11 +89,10 @@ def modes(
         repeats=repeats,
         seed=seed,
     )
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
     setting = (
         f"{window:,} tokens, {results[0].documents} documents of the mix {mix}, {num_heads} query "
-        f"and {num_kv_heads} key/value heads of {head_dim}, {dtype}, {name}, {threads} thread(s), "
-        f"{datetime.date.today()}."
+        f"and {num_kv_heads} key/value heads of {head_dim}, {dtype}, {threads} thread(s), "
+        f"{measured_on(device)}."
     )
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():
@@ -159,9 +156,7 @@ def peers(
     markdown: Path | None,
 ) -> Outcome:
     """Compare distributed attention with ring-flash-attn's, DeepSpeed's and PyTorch's."""
-    import datetime
     import os
-    import platform
 
     import torch
 
@@ -169,6 +164,7 @@ def peers(
     from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.peer_functions import FUNCTIONS
     from anchorcontext.bench.peers import SETTINGS, Workload, bench_peers
+    from anchorcontext.environment import measured_on
 
     num_heads, num_kv_heads = parse_heads(heads)
     workload = Workload(
@@ -187,7 +183,7 @@ def peers(
     setting = (
         f"{window:,} tokens, {report.documents} documents of the mix {mix} (the anchor included), "
         f"{num_heads} query and {num_kv_heads} key/value heads of {head_dim}, {dtype}, {sp} ranks "
-        f"of one thread on {os.cpu_count()} cores, {platform.machine()}, {datetime.date.today()}. "
+        f"of one thread on {os.cpu_count()} cores, {measured_on()}. "
         f"Forward and backward of one layer's attention, {repeats} repeats in turn in one run."
     )
     for line in (setting, *table.setting_lines(report)):

@@ -50,13 +50,11 @@ def calibrate(
     Matrix products, attention, memory, and the links between ranks: those of this machine, or under
     torchrun those of the job, across nodes too.
     """
-    import datetime
-    import platform
-
     import torch
 
     from anchorcontext.bench.calibrate import HEADERS, Settings, table_rows
     from anchorcontext.bench.calibrate import calibrate as measure
+    from anchorcontext.environment import measured_on
     from anchorcontext.hardware import load_hardware, profile_text
     from anchorcontext.train.launch import start_process
 
@@ -81,8 +79,7 @@ def calibrate(
         settings = settings.of_length(tokens)
     found = measure(profile, settings, device, path.stem)
     process.close()
-    name = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
-    where = f"{name}, {threads} thread(s) a rank, {settings.dtype}, {datetime.date.today()}"
+    where = f"{measured_on(device)}, {threads} thread(s) a rank, {settings.dtype}"
     echo_table(table_rows(found), HEADERS, title=where)
     for key in found.kept:
         echo(f"{key} = {getattr(found.hardware, key):.4g}: {found.remarks[key]}")

@@ -62,10 +62,11 @@ def kernels(
         table_rows,
     )
     from anchorcontext.bench.markdown import write_section
+    from anchorcontext.environment import measured_on
 
     lengths, modes = lengths or (65536,), modes or MODES
     torch.set_num_threads(threads)
-    device, name = _device()
+    device = _device()
     results = bench_kernels(
         lengths=lengths,
         device=device,
@@ -77,8 +78,8 @@ def kernels(
         repeats=repeats,
     )
     setting = (
-        f"Documents of the mix {mix}, {heads} query/key heads of {head_dim}, {dtype}, {name}, "
-        f"{threads} thread(s), {_today()}."
+        f"Documents of the mix {mix}, {heads} query/key heads of {head_dim}, {dtype}, "
+        f"{threads} thread(s), {measured_on(device)}."
     )
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():
@@ -116,12 +117,13 @@ def numerics(
         numerics_markdown,
         table_rows,
     )
+    from anchorcontext.environment import measured_on
 
     lengths = lengths or (1024, 4096, 16384, 65536)
     if head_dim < 1:
         raise UserError(f"--head-dim {head_dim}: a head has at least one dimension")
     torch.set_num_threads(threads)
-    device, name = _device()
+    device = _device()
     results = list(
         bench_numerics(
             lengths=lengths,
@@ -131,7 +133,7 @@ def numerics(
             head_dim=head_dim,
         )
     )
-    setting = f"{heads} query/key heads of {head_dim}, {name}, {_today()}."
+    setting = f"{heads} query/key heads of {head_dim}, {measured_on(device)}."
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():
         tokens = " ".join(f"--tokens {n}" for n in lengths)
@@ -144,17 +146,7 @@ def numerics(
     return Outcome(results)
 
 
-def _device() -> tuple[torch.device, str]:
-    import platform
-
+def _device() -> torch.device:
     import torch
 
-    if torch.cuda.is_available():
-        return torch.device("cuda"), torch.cuda.get_device_name()
-    return torch.device("cpu"), f"{platform.machine()} CPU, torch {torch.__version__}"
-
-
-def _today() -> str:
-    import datetime
-
-    return str(datetime.date.today())
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

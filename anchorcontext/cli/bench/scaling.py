@@ -166,14 +166,12 @@ def growth(
 
 def _machine() -> str:
     """What runs it, when, and how busy it was before."""
-    import datetime
     import os
-    import platform
 
-    return (
-        f"{platform.machine()}, {os.cpu_count()} cores with a load of {os.getloadavg()[0]:.1f} "
-        f"before the run, {datetime.date.today()}"
-    )
+    from anchorcontext.environment import measured_on
+
+    load = os.getloadavg()[0]
+    return f"{os.cpu_count()} cores with a load of {load:.1f} before the run, {measured_on()}"
 
 
 def _numbers(option: str, text: str) -> list[int]:

@@ -29,14 +29,13 @@ def data(
     megabytes: int, workers: int | None, repeats: int, tokenizer: str | None, markdown: Path | None
 ) -> Outcome:
     """Tokenise the same texts with prepare and with a plain script over datasets.map."""
-    import datetime
     import os
-    import platform
 
     from anchorcontext.bench.data import HEADERS, bench_data, data_markdown, table_rows
     from anchorcontext.bench.markdown import write_section
     from anchorcontext.data import load_tokenizer
     from anchorcontext.data.tokenise import usable_cores
+    from anchorcontext.environment import measured_on
 
     count = workers or usable_cores()
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)
@@ -48,7 +47,7 @@ def data(
         f"{megabytes} MB of JSON lines (this Python's standard library, repeated) to token ids on "
         f"disk with {name}: {results[0].tokens:,} tokens. The tokenizer's own threads are off. "
         f"{repeats} repeats in turn, the fastest counts; {os.cpu_count()} cores, "
-        f"{platform.machine()}, {datetime.date.today()}."
+        f"{measured_on()}."
     )
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():
