@@ -1,11 +1,13 @@
-"""A corpus of 40 rows and 5 source files, its tokenizer, and a config that prepares it."""
+"""A corpus of 40 rows and 5 source files, its tokenizer, and a config that prepares it; windows
+that say their number."""
 
 import json
 
+import numpy as np
 import pytest
 
 from anchorcontext.config import parse_config
-from anchorcontext.data import train_tokenizer
+from anchorcontext.data import WindowDataset, WindowRecord, build_folder, train_tokenizer
 
 DOCUMENTS = [f"Document {i}. " + "words and more words " * (i % 7) for i in range(40)]
 
@@ -50,5 +52,34 @@ def config(corpus, tokenizer_folder, tmp_path):
                 "train": {"steps": 1, "windows_per_step": 1},
             }
         )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def numbered(tmp_path_factory):
+    """Make a dataset of so many windows of 5 tokens, an anchor and 4 times the window's number."""
+    made = {}
+
+    def make(num_windows):
+        if num_windows in made:
+            return made[num_windows]
+        path = tmp_path_factory.mktemp("numbered") / "windows"
+        edges, documents, starts = np.array([0, 1, 5]), np.array([-1, 0]), np.array([0, 0])
+        with build_folder(path) as builder:
+            builder.write_documents([(["s"], ["a"], np.array([4]))])
+            builder.write_windows(
+                WindowRecord(
+                    np.r_[0, np.full(4, i)],
+                    np.array([0, 1, 5]),
+                    np.array([-1, 0]),
+                    np.zeros(2, int),
+                )
+                for i in range(num_windows)
+            )
+            builder.write_meta(
+                {"anchor_id": 0, "vocab_size": 99, "window_tokens": 5, "num_documents": 1}
+            )
+        return made.setdefault(num_windows, WindowDataset(path))
 
     return make

@@ -3,35 +3,15 @@
 import numpy as np
 import pytest
 
-from anchorcontext.data import WindowDataset, WindowRecord, build_folder
 from anchorcontext.data.loader import Loader, epoch_order
 from anchorcontext.errors import UserError
 
 NUM_WINDOWS = 8
 
 
-def make(path, num_windows=NUM_WINDOWS, length=5):
-    """Windows whose second token is their number."""
-    with build_folder(path) as builder:
-        builder.write_documents([(["s"], ["a"], np.array([length - 1]))])
-        builder.write_windows(
-            WindowRecord(
-                np.r_[0, np.full(length - 1, i)],
-                np.array([0, 1, length]),
-                np.array([-1, 0]),
-                np.array([0, 0]),
-            )
-            for i in range(num_windows)
-        )
-        builder.write_meta(
-            {"anchor_id": 0, "vocab_size": 9, "window_tokens": length, "num_documents": 1}
-        )
-    return WindowDataset(path)
-
-
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
-    return make(tmp_path_factory.mktemp("loader") / "windows")
+def dataset(numbered):
+    return numbered(NUM_WINDOWS)
 
 
 def numbers(windows):
@@ -113,8 +93,8 @@ def test_each_place_is_drawn_evenly():
     assert (abs(first - 1000) < 120).all()
 
 
-def test_micro_batches_wider_than_the_dataset_roll_over(tmp_path):
-    small = make(tmp_path / "w", num_windows=3)
+def test_micro_batches_wider_than_the_dataset_roll_over(numbered):
+    small = numbered(3)
     loader = Loader(small, micro_batch_windows=7, shuffle=False)
     next(loader)
     assert loader.last_ids == [0, 1, 2, 0, 1, 2, 0] and loader.epoch == 2
@@ -128,9 +108,9 @@ def test_mode_and_boundary_reach_the_windows(dataset):
     assert window.labels.tolist() == [0, 0, 0, 0, -100]
 
 
-def test_a_position_of_other_windows_or_another_order_is_refused(dataset, tmp_path):
+def test_a_position_of_other_windows_or_another_order_is_refused(dataset, numbered):
     state = Loader(dataset, seed=3).state_dict()
-    other = make(tmp_path / "w", num_windows=9)
+    other = numbered(9)
     for loader, name in [
         (Loader(other, seed=3), "fingerprint"),
         (Loader(dataset, seed=4), "seed"),

@@ -5,10 +5,8 @@ from __future__ import annotations
 import threading
 import traceback
 
-import numpy as np
 import pytest
 
-from anchorcontext.data import WindowDataset, WindowRecord, build_folder
 from anchorcontext.data.loader import Loader
 from anchorcontext.data.prefetch import Prefetch
 
@@ -21,21 +19,9 @@ def threads():
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory):
+def dataset(numbered):
     """7 windows: epochs end inside micro-batches of 2 and rounds of 4."""
-    path = tmp_path_factory.mktemp("prefetch") / "windows"
-    with build_folder(path) as builder:
-        builder.write_documents([(["s"], ["a"], np.array([4]))])
-        builder.write_windows(
-            WindowRecord(
-                np.r_[0, np.full(4, i)], np.array([0, 1, 5]), np.array([-1, 0]), np.array([0, 0])
-            )
-            for i in range(NUM_WINDOWS)
-        )
-        builder.write_meta(
-            {"anchor_id": 0, "vocab_size": 9, "window_tokens": 5, "num_documents": 1}
-        )
-    return WindowDataset(path)
+    return numbered(NUM_WINDOWS)
 
 
 @pytest.fixture
