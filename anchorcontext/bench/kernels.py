@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import torch
 
@@ -30,6 +31,7 @@ MODES = ("full", "intra_doc", "anchor")
 class KernelSpeed:
     """One contestant on one window."""
 
+    mix: str
     mode: str
     tokens: int
     contestant: str
@@ -63,7 +65,7 @@ def bench_kernels(
     dtype: torch.dtype,
     heads: tuple[int, int],
     head_dim: int,
-    mix: str = "slimpajama",
+    mixes: Sequence[str] = ("slimpajama",),
     modes: Sequence[str] = MODES,
     engines: Sequence[str] | None = None,
     repeats: int = 3,
@@ -75,7 +77,7 @@ def bench_kernels(
         UserError: an engine named cannot serve, or there is no such mix.
     """
     results = []
-    for tokens in lengths:
+    for mix, tokens in product(mixes, lengths):
         for mode in modes:
             attention = Attention.draw(
                 mode, tokens, mix=mix, heads=heads, head_dim=head_dim,
@@ -86,6 +88,7 @@ def bench_kernels(
             whole = {name: sum(parts) for name, parts in seconds.items()}
             results += [
                 KernelSpeed(
+                    mix,
                     mode,
                     tokens,
                     name,
@@ -166,7 +169,8 @@ def _now(device: torch.device) -> float:
 
 
 HEADERS = (
-    "mode", "tokens", "", "forward GFLOP/s", "backward GFLOP/s", "rate / one causal call",
+    "documents", "mode", "tokens", "", "forward GFLOP/s", "backward GFLOP/s",
+    "rate / one causal call",
 )  # fmt: skip
 
 
@@ -174,6 +178,7 @@ def table_rows(results: Sequence[KernelSpeed]) -> list[tuple[str, ...]]:
     """Rows of the printed table."""
     return [
         (
+            result.mix,
             result.mode,
             f"{result.tokens:,}",
             result.contestant,

@@ -54,11 +54,18 @@ def one_long(window_tokens: int, seed: int = 0) -> np.ndarray:
     return np.insert(lengths, place, long)
 
 
+def documents_of_64(window_tokens: int, seed: int = 0) -> np.ndarray:
+    """Lengths of 64, the last one what is left: what an engine pays for a document."""
+    full, rest = divmod(window_tokens, 64)
+    return np.array([64] * full + [rest] * (rest > 0), dtype=np.int64)
+
+
 MIXES: dict[str, Callable[[int, int], np.ndarray]] = {
     "slimpajama": slimpajama,
     "upsampled": upsampled,
     "short": short,
     "one_long": one_long,
+    "documents_of_64": documents_of_64,
 }
 
 

@@ -11,7 +11,11 @@ from anchorcontext.cli.bench.engines import kernels, numerics
 @pytest.mark.parametrize(
     ("command", "options", "heading"),
     [
-        (kernels, ["--heads", "2/1", "--head-dim", "8", "--repeats", "1"], "## Engines"),
+        (
+            kernels,
+            ["--heads", "2/1", "--head-dim", "8", "--repeats", "1", "--mix", "documents_of_64"],
+            "## Engines",
+        ),
         (numerics, ["--head-dim", "8"], "## Errors against fp64"),
     ],
 )

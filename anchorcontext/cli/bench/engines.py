@@ -33,7 +33,10 @@ _threads = click.option("--threads", default=1, metavar="N", show_default=True, 
 @click.option("--heads", default="8/2", metavar="Q/KV", show_default=True, help="Heads.")
 @click.option("--head-dim", default=64, metavar="D", show_default=True)
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", show_default=True)
-@click.option("--mix", default="slimpajama", show_default=True, help="Named length mix.")
+@click.option(
+    "--mix", "mixes", multiple=True, default=["slimpajama"], show_default=True,
+    help="Named length mix; may be given several times.",
+)  # fmt: skip
 @_threads
 @click.option("--repeats", default=3, metavar="N", show_default=True)
 @markdown_option("docs/benchmarks.md")
@@ -43,7 +46,7 @@ def kernels(
     heads: str,
     head_dim: int,
     dtype: str,
-    mix: str,
+    mixes: tuple[str, ...],
     threads: int,
     repeats: int,
     markdown: Path | None,
@@ -73,21 +76,22 @@ def kernels(
         dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype],
         heads=parse_heads(heads),
         head_dim=head_dim,
-        mix=mix,
+        mixes=mixes,
         modes=modes,
         repeats=repeats,
     )
     setting = (
-        f"Documents of the mix {mix}, {heads} query/key heads of {head_dim}, {dtype}, "
+        f"{heads} query/key heads of {head_dim}, {dtype}, "
         f"{threads} thread(s), {measured_on(device)}."
     )
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():
         tokens = " ".join(f"--tokens {n}" for n in lengths)
         tokens += "".join(f" --mode {mode}" for mode in modes)
+        tokens += "".join(f" --mix {mix}" for mix in mixes)
         line = (
             f"anchorcontext bench kernels {tokens} --heads {heads} --head-dim {head_dim} "
-            f"--dtype {dtype} --mix {mix} --threads {threads} --repeats {repeats} "
+            f"--dtype {dtype} --threads {threads} --repeats {repeats} "
             f"--markdown {markdown}"
         )
         write_section(markdown, "kernels", kernels_markdown(results, setting, line))
