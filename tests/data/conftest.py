@@ -69,12 +69,7 @@ def numbered(tmp_path_factory):
         with build_folder(path) as builder:
             builder.write_documents([(["s"], ["a"], np.array([4]))])
             builder.write_windows(
-                WindowRecord(
-                    np.r_[0, np.full(4, i)],
-                    np.array([0, 1, 5]),
-                    np.array([-1, 0]),
-                    np.zeros(2, int),
-                )
+                WindowRecord(np.r_[0, np.full(4, i)], edges, documents, starts)
                 for i in range(num_windows)
             )
             builder.write_meta(
