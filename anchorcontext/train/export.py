@@ -1,0 +1,92 @@
+"""A checkpoint on disk as a plain Hugging Face folder; no process group, no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import Config, load_config
+from ..data.store import TOKENIZER
+from ..errors import UserError
+from ..model.export import ExportReport, export_model
+from ..model.load import DTYPES
+from .checkpoint_files import CONFIG, HF, MANIFEST, find_checkpoints
+from .consolidate import load_consolidated_state_dict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def export_checkpoint(
+    checkpoint: Path,
+    out: Path,
+    *,
+    dtype: str | None = None,
+    tokenizer: Path | None = None,
+    overwrite: bool = False,
+) -> ExportReport:
+    """Write a complete checkpoint of any ZeRO stage as a folder that stock transformers loads.
+
+    Args:
+        checkpoint: a folder ``step-000100``.
+        out: the folder to make.
+        dtype: ``fp32`` or ``bf16``; default the run's ``model.dtype``.
+        tokenizer: the folder of the tokenizer; default the one of the run's prepared data. Where
+            that is gone, none is written.
+        overwrite: replace an existing folder.
+
+    Raises:
+        UserError: the checkpoint is incomplete or damaged, or ``out`` exists.
+    """
+    from transformers import AutoConfig
+
+    config = load_config(checkpoint / CONFIG)
+    weights = load_consolidated_state_dict(checkpoint)
+    hf_config = AutoConfig.from_pretrained(checkpoint / HF)
+    tokenizer = tokenizer or prepared_tokenizer(config)
+    if config.model.scratch is not None and tokenizer is not None:
+        _adopt_special_tokens(hf_config, tokenizer)
+    return export_model(
+        weights,
+        hf_config,
+        out,
+        dtype=DTYPES[dtype or config.model.dtype],
+        tokenizer_dir=tokenizer,
+        overwrite=overwrite,
+    )
+
+
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint folder meant by a checkpoint, a run or its ``checkpoints`` folder.
+
+    Raises:
+        UserError: there is no complete checkpoint.
+    """
+    if (source / MANIFEST).is_file():
+        return source
+    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    complete, torn = find_checkpoints(folder)
+    if not complete:
+        reason = f" ({'; '.join(torn)})" if torn else ""
+        raise UserError(
+            f"{source} holds no complete checkpoint{reason}: give a run's folder or one of its "
+            "checkpoints, and train with checkpoint.final or checkpoint.every"
+        )
+    return complete[-1].path
+
+
+def prepared_tokenizer(config: Config) -> Path | None:
+    """The folder of the tokenizer that the run's data was made with; None when it is gone."""
+    for folder in (Path(config.data.path) / TOKENIZER, config.data.tokenizer, config.model.path):
+        if folder is not None and (Path(folder) / "tokenizer_config.json").is_file():
+            return Path(folder)
+    return None
+
+
+def _adopt_special_tokens(hf_config: PreTrainedConfig, tokenizer: Path) -> None:
+    """A model from scratch begins and ends texts with its tokenizer's tokens, not with Llama's."""
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(tokenizer)
+    hf_config.bos_token_id = tokens.bos_token_id
+    hf_config.eos_token_id = tokens.eos_token_id
