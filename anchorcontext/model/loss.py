@@ -41,6 +41,33 @@ def linear_cross_entropy(
     return loss
 
 
+@torch.no_grad()
+def token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk_tokens: int = 1024
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's cross-entropy, and whether its target is the class with the largest logit.
+
+    Arguments as of :func:`linear_cross_entropy`, whose numerics it shares. Only tokens with a
+    target are multiplied with the head. Not differentiable.
+
+    Returns:
+        (...) fp32 (fp64 for fp64 inputs), 0 without a target; (...) bool, false without one.
+    """
+    shape, labels = labels.shape, labels.reshape(-1)
+    hidden = hidden.reshape(-1, hidden.shape[-1])
+    accumulator = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+    losses = torch.zeros(labels.shape, dtype=accumulator, device=hidden.device)
+    hits = torch.zeros(labels.shape, dtype=torch.bool, device=hidden.device)
+    with torch.autocast(hidden.device.type, enabled=False):
+        product = _Product(weight, accumulator)
+        for rows in torch.nonzero(labels != IGNORE).squeeze(1).split(chunk_tokens):
+            targets = labels[rows].unsqueeze(1)
+            logits = product.logits(hidden[rows])
+            hits[rows] = logits.argmax(dim=1) == targets[:, 0]
+            losses[rows] = _softmax_in_place(logits, targets)[0][:, 0]
+    return losses.view(shape), hits.view(shape)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """hidden (N, D), weight (V, D), labels (N,) -> sum of losses, ()."""
 

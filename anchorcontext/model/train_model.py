@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 from torch import nn
@@ -12,9 +13,11 @@ from ..errors import UserError
 from ..modes import IGNORE
 from ..parallel import Plan
 from .liger import liger_cross_entropy
-from .loss import linear_cross_entropy
+from .loss import linear_cross_entropy, token_losses
 from .rope import fix_rotary_buffers
 from .supported import output_head
+
+Reduction = Literal["sum", "none"]
 
 
 class TrainModel(nn.Module):
@@ -47,21 +50,28 @@ class TrainModel(nn.Module):
         position_ids: torch.Tensor,
         labels: torch.Tensor,
         plan: Plan,
+        reduction: Reduction = "sum",
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Summed cross-entropy of this rank's tokens.
+        """Cross-entropy of this rank's tokens, summed, or of each one.
 
         Args:
             input_ids, position_ids: (B, S) int64, the rank's shard.
             labels: (B, S) int64 targets, shifted once on the whole window; -100: no target. Never
                 shifted again here.
             plan: of this micro-batch.
+            reduction: ``"none"`` is for evaluation: without gradients, always our own kernel.
 
         Returns:
             the sum, fp32 (); how many tokens have a target, int64 (). Without any target the sum
             is exactly 0 and its gradients are zero, so every rank runs every collective.
+            For ``"none"``: each token's loss, fp32 (B, S), 0 without a target; whether its target
+            has the largest logit, bool (B, S).
         """
         hidden = self.hidden_states(input_ids, position_ids, plan)
         self.loss_of.register_partitioned_weight()
+        if reduction == "none":
+            losses, hits = self.loss_of(hidden, labels, reduction)
+            return losses, hits
         return self.loss_of(hidden, labels), (labels != IGNORE).sum()
 
     def hidden_states(
@@ -110,8 +120,12 @@ class _HeadLoss(nn.Module):
         # In a tuple: the head must not become a second submodule with a second name.
         self._head = (head,)
 
-    def forward(self, hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, hidden: torch.Tensor, labels: torch.Tensor, reduction: Reduction = "sum"
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         weight = self._head[0].weight
+        if reduction == "none":
+            return token_losses(hidden, weight, labels, self.chunk_tokens)
         if self.kernel == "liger":
             return liger_cross_entropy(hidden, weight, labels)
         return linear_cross_entropy(hidden, weight, labels, self.chunk_tokens)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..errors import UserError
+from ..evaluate.tally import preserved_rng
 from ..parallel import Mesh, Plan
 from ..plan import CostModel
 from ..train.consolidate import gather_state_dict
@@ -30,7 +31,6 @@ from .live import (
     discard_gradients,
     full_gradients,
     locate_windows,
-    preserved_rng,
     run_live,
     stream_logits,
 )

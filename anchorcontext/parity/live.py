@@ -6,9 +6,7 @@ update is left out. Afterwards the engine is as it was between two steps.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -189,16 +187,3 @@ def discard_gradients(engine: DeepSpeedEngine) -> None:
         from deepspeed.runtime.zero.stage_1_and_2 import INITIAL_MICRO_STEP_ID
 
         optimizer.micro_step_id = INITIAL_MICRO_STEP_ID
-
-
-@contextmanager
-def preserved_rng(device: torch.device) -> Iterator[None]:
-    """The random states of torch, NumPy and Python are afterwards as before."""
-    states = random.getstate(), np.random.get_state()
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            random.setstate(states[0])
-            np.random.set_state(states[1])

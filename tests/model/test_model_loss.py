@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from anchorcontext.model import linear_cross_entropy
+from anchorcontext.model import loss as loss_module
+from anchorcontext.model.loss import token_losses
 
 
 def problem(tokens=37, classes=128, width=16, dtype=torch.float32, spread=1.0, seed=0):
@@ -144,3 +146,33 @@ def test_hazard_32_memory_of_16384_tokens_and_32000_classes():
         [sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True
     ).stdout
     assert int(out.split()[-1]) < 0.6e9
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_losses_of_single_tokens_and_which_targets_are_the_likeliest(chunk):
+    hidden, weight, labels = problem(spread=2.0)
+    logits = hidden.detach() @ weight.detach().t()
+    labels[3] = logits[3].argmax()
+    losses, hits = token_losses(hidden.view(1, 37, -1), weight, labels.view(1, 37), chunk)
+    expected = F.cross_entropy(logits.double(), labels, reduction="none", ignore_index=-100)
+    assert losses.dtype == torch.float32 and losses.shape == hits.shape == (1, 37)
+    torch.testing.assert_close(losses[0].double(), expected, rtol=1e-6, atol=1e-5)
+    assert torch.equal(hits[0], logits.argmax(1) == labels) and hits[0, 3]
+    assert not losses.requires_grad
+    total = linear_cross_entropy(hidden, weight, labels, chunk)
+    assert torch.allclose(losses.sum(), total, rtol=1e-6)
+
+
+def test_single_tokens_need_the_logits_of_a_chunk_of_targets_alone(monkeypatch):
+    hidden, weight, labels = problem(tokens=40)
+    rows, whole = [], loss_module._Product.logits
+
+    def counted(product, x):
+        rows.append(len(x))
+        return whole(product, x)
+
+    monkeypatch.setattr(loss_module._Product, "logits", counted)
+    token_losses(hidden, weight, labels, 9)
+    assert max(rows) <= 9 and sum(rows) == int((labels != -100).sum()) == 32
+    nothing, hits = token_losses(hidden, weight, torch.full_like(labels, -100), 9)
+    assert not nothing.any() and not hits.any() and sum(rows) == 32

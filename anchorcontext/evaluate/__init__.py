@@ -1,0 +1,13 @@
+"""How good a model is: held-out losses, loss by position, retrieval, averages, comparisons.
+
+::
+
+    probes.py      windows whose targets are told apart in groups
+    tally.py       their losses, summed over all ranks, on live weights of any ZeRO stage
+    loss.py        held-out windows at several context lengths
+    documents.py   whole documents of the validation split
+    positions.py   long documents: loss by position, and what the far context is worth
+    needles.py     one number hidden in a haystack
+
+These know nothing of a run: :mod:`anchorcontext.train.observers` calls them between steps.
+"""

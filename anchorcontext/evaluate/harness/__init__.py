@@ -1,0 +1,16 @@
+"""RULER, LongBench, HellaSwag and MMLU through lm-evaluation-harness, the paper's way.
+
+::
+
+    catalog.py     the tasks by name, the presets, the published rows
+    scoring.py     RULER's two scores, as its paper defines them
+    sources.py     the haystack and the questions: local files, or what is cached
+    ruler.py       prompts of RULER's tasks, made by the harness's own generators
+    prompts.py     what the model reads: chat template, answer prefix, BOS; the length budget
+    target.py      what is evaluated: a Hugging Face folder, a run, a checkpoint, snapshots
+    units.py       one model, one task, one length: stored whole, never computed twice
+    run.py         all units, with progress
+    report.py      the tables
+
+The harness (extra ``eval``) is imported only when a task of it runs.
+"""

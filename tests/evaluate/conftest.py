@@ -1,0 +1,90 @@
+"""Prepared windows with a validation split, and a tiny model's config for them."""
+
+import numpy as np
+import pytest
+
+from anchorcontext.config import parse_config
+from anchorcontext.data import WindowRecord, build_folder
+from anchorcontext.data.store import VALIDATION
+
+VOCAB, LENGTH = 128, 64
+DOCUMENTS = {4: 90, 5: 30, 6: 71, 7: 40, 8: 20}
+"""Held-out documents and their tokens, cut by windows as ``concat`` packing does."""
+
+
+def training_windows(rng):
+    for _ in range(6):
+        cuts = np.sort(rng.choice(np.arange(2, LENGTH), size=3, replace=False))
+        edges, documents = np.r_[0, 1, cuts, LENGTH], np.array([-1, 0, 1, 2, 3])
+        yield WindowRecord(
+            np.r_[0, rng.integers(1, VOCAB, LENGTH - 1)], edges, documents, np.zeros(5, np.int64)
+        )
+
+
+def held_out_texts(seed=1):
+    """Document number -> token ids, int64."""
+    rng = np.random.default_rng(seed)
+    return {number: rng.integers(1, VOCAB, tokens) for number, tokens in DOCUMENTS.items()}
+
+
+def held_out_windows(texts):
+    """The documents as one stream behind an anchor in each window; the last window is short."""
+    stream = [(number, start) for number, ids in texts.items() for start in range(len(ids))]
+    for first in range(0, len(stream), LENGTH - 1):
+        numbers, places = np.array(stream[first : first + LENGTH - 1]).T
+        opens = np.flatnonzero(np.r_[True, numbers[1:] != numbers[:-1]])
+        ids = [texts[number][place] for number, place in zip(numbers, places, strict=True)]
+        yield WindowRecord(
+            np.r_[0, ids],
+            np.r_[0, opens + 1, len(numbers) + 1],
+            np.r_[-1, numbers[opens]],
+            np.r_[0, places[opens]],
+        )
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory):
+    """6 windows of 64 tokens to train on; 4 held-out ones, the last of 63 tokens or fewer."""
+    path = tmp_path_factory.mktemp("prepared") / "windows"
+    names = [f"d{number}" for number in range(9)]
+    sizes = np.array([9, 9, 9, 9, *DOCUMENTS.values()])
+    with build_folder(path) as builder:
+        builder.write_documents([(["s"] * 9, names, sizes)])
+        builder.write_windows(training_windows(np.random.default_rng(0)))
+        builder.write_windows(held_out_windows(held_out_texts()), VALIDATION)
+        builder.write_meta(
+            {"anchor_id": 0, "vocab_size": VOCAB, "window_tokens": LENGTH, "num_documents": 9}
+        )
+    return path
+
+
+@pytest.fixture
+def tiny(prepared, tmp_path):
+    """Make a config of a tiny LLaMA; sections given as keywords are merged into the defaults."""
+
+    def make(**sections):
+        values = {
+            "run": {"name": "tiny", "output_dir": str(tmp_path / "runs")},
+            "model": {
+                "dtype": "fp32",
+                "gradient_checkpointing": False,
+                "scratch": {
+                    "model_type": "llama",
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 4,
+                    "num_key_value_heads": 2,
+                },
+            },
+            "data": {"path": str(prepared), "tokenizer": "none", "window_tokens": LENGTH},
+            "optimizer": {"lr": 1e-2},
+            "train": {"steps": 4, "windows_per_step": 2},
+            "parity": {"at_start": False, "at_end": False},
+            "watch": {"progress": False},
+        }
+        for name, section in sections.items():
+            values[name] = {**values.get(name, {}), **section}
+        return parse_config(values)
+
+    return make
