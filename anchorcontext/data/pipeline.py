@@ -28,6 +28,7 @@ from .mixture import held_out, keep_shares, shuffled
 from .packing import Packing
 from .report import PrepareReport
 from .sources import ProblemLog, Source, open_sources, read_documents
+from .sources.documents import MAX_EXAMPLES
 from .store import PROBLEMS, TOKENIZER, TRAIN, VALIDATION, WindowRecord, read_meta
 from .tokenise import Report, tokenise
 from .tokenizer import (
@@ -199,8 +200,9 @@ class _Run:
             )
         corpus = TokenisedCorpus(builder.work)
         if not len(corpus.lengths):
+            skipped = "".join(f"\n  {problem}" for problem in log.problems[:MAX_EXAMPLES])
             raise UserError(
-                f"data.sources hold no document ({len(log.problems)} entries were skipped)"
+                f"data.sources hold no document; {len(log.problems)} entries were skipped{skipped}"
             )
         with self._timed("pack"):
             chosen, left_out = self._choose(corpus)

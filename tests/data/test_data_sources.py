@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import zlib
 
 import pyarrow as pa
 import pytest
@@ -17,6 +18,7 @@ from anchorcontext.data.sources import (
     open_sources,
     read_documents,
 )
+from anchorcontext.data.sources.files import READ_ERRORS, read_pieces
 from anchorcontext.errors import UserError
 
 
@@ -144,6 +146,31 @@ def test_a_truncated_file_keeps_what_was_read_and_names_the_line(tmp_path, suffi
     assert 0 < len(documents) < 5000
     assert [problem.kind for problem in log.problems] == ["unreadable file"]
     assert log.problems[0].location == f"{file}:{len(documents) + 1}"
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst"])
+def test_nothing_before_a_damage_is_lost_with_it(tmp_path, suffix):
+    """Neither where reads of many bytes meet the damage, nor where reading goes on at an offset."""
+    data = b"".join(b"%d %s\n" % (i, os.urandom(20).hex().encode()) for i in range(5000))
+    file = tmp_path / f"rows{suffix}"
+    file.write_bytes(packed(data, file.name) + b"no frame")
+    for offset in (0, 1000, 100_000, len(data) - 1, len(data)):
+        found = b""
+        with pytest.raises(READ_ERRORS):
+            for piece in read_pieces(file, offset):
+                found += piece
+        assert found == data[offset:]
+
+
+def test_a_cut_gzip_file_gives_all_that_can_be_unpacked(tmp_path):
+    data = b"".join(b"%d %s\n" % (i, os.urandom(20).hex().encode()) for i in range(5000))
+    file = tmp_path / "rows.gz"
+    file.write_bytes(packed(data, file.name)[:50_000])
+    found = b""
+    with pytest.raises(EOFError):
+        for piece in read_pieces(file):
+            found += piece
+    assert found == zlib.decompressobj(wbits=31).decompress(file.read_bytes())
 
 
 def test_several_packed_frames_are_one_file(tmp_path):

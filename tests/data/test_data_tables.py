@@ -158,6 +158,18 @@ def test_broken_tables_are_named(tmp_path):
     assert log.problems[2].detail == "'text', but body"
 
 
+def test_a_flipped_bit_in_a_page_is_no_text(tmp_path):
+    file = tmp_path / "a.parquet"
+    texts = [f"text number {number}" for number in range(50)]
+    options = {"compression": "none", "use_dictionary": False, "write_page_checksum": True}
+    pq.write_table(pa.table({"text": texts}), file, **options)
+    data = bytearray(file.read_bytes())
+    data[data.index(b"number 25") + 3] ^= 1
+    file.write_bytes(data)
+    documents, log = read(open_source(entry(file)), "skip")
+    assert not documents and [problem.kind for problem in log.problems] == ["unreadable file"]
+
+
 # Rows as the length-upsampling recipe writes them: documents one after the other, each span with
 # its source, the last one cut at the row's end.
 ROW = {

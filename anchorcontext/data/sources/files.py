@@ -18,7 +18,6 @@ from ...errors import UserError
 
 BOM = b"\xef\xbb\xbf"
 COMPRESSED = (".gz", ".zst")
-# What a damaged compressed file loses at most before its damage; plain files may read more at once.
 PIECE_BYTES = 1 << 16
 READ_ERRORS = (OSError, EOFError, zlib.error)
 
@@ -103,14 +102,38 @@ def read_pieces(path: Path, offset: int = 0) -> Iterator[bytes]:
 
     What lies before a damage has been given when one of ``READ_ERRORS`` is raised.
     """
-    with _open(path) as stream:
-        if not path.name.endswith(COMPRESSED):
-            stream.seek(offset)
-            offset = 0
-        while piece := stream.read(PIECE_BYTES):
-            if offset < len(piece):
-                yield piece[offset:]
-            offset = max(offset - len(piece), 0)
+    packed = path.name.endswith(COMPRESSED)
+    done = 0 if packed else offset
+    try:
+        with _open(path) as stream:
+            if not packed:
+                stream.seek(offset)
+            while piece := stream.read(PIECE_BYTES):
+                done += len(piece)
+                if done > offset:
+                    yield piece[max(len(piece) - (done - offset), 0) :]
+    except READ_ERRORS:
+        rest = _up_to_damage(path, done)
+        if done + len(rest) > offset:
+            yield rest[max(offset - done, 0) :]
+        raise
+
+
+def _up_to_damage(path: Path, done: int) -> bytes:
+    """What lies between byte ``done`` (unpacked), where the last whole piece ended, and the damage.
+
+    A read that meets the damage gives nothing of what it had before, so here each is of one byte.
+    """
+    found = bytearray()
+    try:
+        with _open(path) as stream:
+            while done and (piece := stream.read(min(done, PIECE_BYTES))):
+                done -= len(piece)
+            while byte := stream.read(1):
+                found += byte
+    except READ_ERRORS:
+        pass
+    return bytes(found)
 
 
 def _open(path: Path) -> AbstractContextManager[Any]:

@@ -142,7 +142,7 @@ Group = tuple[int, Iterator[pa.RecordBatch]]
 
 
 def _parquet_groups(path: Path, reader: RowReader, chunk_bytes: int) -> Iterator[Group]:
-    with pq.ParquetFile(path, memory_map=True) as file:
+    with pq.ParquetFile(path, memory_map=True, page_checksum_verification=True) as file:
         columns = _columns(path, reader, file.schema_arrow.names)
         for index in range(file.num_row_groups):
             group = file.metadata.row_group(index)
