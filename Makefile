@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-EXTRAS := dev,gguf,tensorboard,wandb
+EXTRAS := dev,eval,gguf,tensorboard,wandb
 # Test processes; distributed tests start up to 8 single-threaded ranks each.
 JOBS   ?= 2
 TESTS  ?= tests
