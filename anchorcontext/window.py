@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from .errors import UserError
-from .modes import IGNORE, Mode, get_mode, position_ids
+from .modes import IGNORE, Mode, copied, get_mode, position_ids
 
 BOUNDARIES = ("mask", "train")
 
@@ -91,6 +91,42 @@ class Window:
             copies=self._copies,
         )
 
+    def with_anchor_copies(self) -> Window:
+        """The same documents with a copy of the anchor in front of each, instead of one anchor that
+        all of them see: one token longer for every document but the first, with the same result.
+
+        Raises:
+            UserError: the window has no anchor that documents see, or ``boundary`` is ``"train"``,
+                under which a document's last token would predict the next one's copy.
+        """
+        if not self.mode.anchor:
+            raise UserError(
+                f"copies of the anchor in mode {str(self.mode)!r}: no anchor is seen there; choose "
+                "mode 'anchor'"
+            )
+        if self.boundary == "train":
+            raise UserError(
+                "copies of the anchor with boundary = 'train': the last token of a document would "
+                "have to predict a copy; set boundary to 'mask'"
+            )
+        docs, edges = self.segment_docs[1:], self.cu_seqlens[1:]
+        begins = np.zeros(len(docs), dtype=bool)
+        begins[np.unique(docs, return_index=True)[1]] = True
+        # A run that begins a document gets a run of one token, the copy, before it.
+        at = np.flatnonzero(begins)
+        lengths = np.insert(np.diff(edges), at, 1)
+        places = edges[:-1][at] - 1
+        ids, mask = self.input_ids[1:], self.loss_mask[1:]
+        return Window(
+            np.insert(ids, places, self.input_ids[0]),
+            np.cumsum([0, *lengths]),
+            copied(self.mode),
+            segment_docs=np.insert(docs, at, docs[at]),
+            boundary=self.boundary,
+            loss_mask=np.insert(mask, places, False),
+            copies=np.insert(np.zeros(len(docs), dtype=bool), at, True),
+        )
+
     def prefix(self, num_tokens: int) -> Window:
         """The first ``num_tokens`` tokens as a window; visibility and positions stay the same."""
         stop = min(num_tokens, self.num_tokens)
@@ -125,9 +161,16 @@ class Window:
     @cached_property
     def anchor_copies(self) -> np.ndarray | None:
         """(L,) bool, the tokens that are a copy of the anchor; None where there is none."""
-        if self._copies is None or not self._copies.any():
+        if not self.run_is_copy.any():
             return None
-        return _readonly(np.repeat(self._copies, np.diff(self.cu_seqlens)))
+        return _readonly(np.repeat(self.run_is_copy, np.diff(self.cu_seqlens)))
+
+    @property
+    def run_is_copy(self) -> np.ndarray:
+        """(n,) bool, the runs that are a copy of the anchor."""
+        if self._copies is None:
+            return _readonly(np.zeros(len(self.segment_docs), dtype=bool))
+        return self._copies
 
     @property
     def loss_mask(self) -> np.ndarray:
@@ -154,7 +197,7 @@ class Window:
 
     def __repr__(self) -> str:
         documents = len(np.unique(self.segment_docs))
-        return f"Window({self.num_tokens} tokens, {documents} documents, mode={self.mode.name!r})"
+        return f"Window({self.num_tokens} tokens, {documents} documents, mode={str(self.mode)!r})"
 
     def _validate(self) -> None:
         length, edges = self.num_tokens, self.cu_seqlens
@@ -185,7 +228,7 @@ class Window:
             )
         docs = self.segment_docs
         self._validate_copies()
-        if self.mode.anchor and (edges[1] != 1 or (docs[1:] == docs[0]).any()):
+        if self.mode.has_anchor and (edges[1] != 1 or (docs[1:] == docs[0]).any()):
             raise UserError(
                 f"cu_seqlens = {_brief(edges)} in mode 'anchor': token 0 is the anchor and must be "
                 "its own document; put the anchor token in front and start cu_seqlens with [0, 1, "
@@ -207,7 +250,7 @@ class Window:
                 f"copies: run {int(np.argmax(long))} is a copy of the anchor and has more than one "
                 "token; give the copy a run of its own, with the document's id in segment_docs"
             )
-        if self.mode.anchor and copies.any():
+        if self.mode.has_anchor and copies.any():
             raise UserError(
                 "copies of the anchor in mode 'anchor', which has one anchor for all documents: "
                 "leave them out, or choose mode intra_doc"

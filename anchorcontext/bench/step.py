@@ -145,9 +145,10 @@ class Stepper:
         self.vocab_size = configured_sizes(config).vocab_size
         model = build_model(
             config.model,
-            window_tokens=config.data.window_tokens,
+            window_tokens=config.longest_position,
             seed=config.run.seed,
             vocab_size=self.vocab_size,
+            precision=config.attention.precision,
         )
         self.cost = cost_model(self.config, sizes_of(model))
         train_model = TrainModel(model, config.loss.chunk_tokens).to(self.device)
@@ -155,6 +156,7 @@ class Stepper:
 
     def __call__(self, documents: np.ndarray) -> LocalStep:
         """One optimiser step on a window of random tokens with documents of these lengths."""
+        from ..data import configured_view
         from ..train.step import count_targets, plan_micro_batches, train_step
         from ..watch.metrics import StepMeter
 
@@ -162,8 +164,9 @@ class Stepper:
             1, self.vocab_size, int(documents.sum())
         )
         parts = [part.tolist() for part in np.split(tokens, np.cumsum(documents)[:-1])]
-        anchor = 0 if self.config.attention.mode == "anchor" else None
-        window = Window.from_documents(parts, anchor, self.config.attention.mode)
+        view = configured_view(self.config)
+        anchor = 0 if view.mode.has_anchor or view.anchor_copies else None
+        window = view.apply(Window.from_documents(parts, anchor, self.config.attention.mode))
         windows = [[window] * self.config.train.micro_batch_windows]
         windows *= self.config.check_world(self.mesh.world_size).accumulation
         meter = StepMeter(self.device)

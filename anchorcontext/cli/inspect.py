@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 MARGIN_COLUMNS = 32
 MOST_BLOCKS = 64
 MOST_DOCUMENTS = 40
+COPY_NAME = "copy of the anchor"
 
 
 @plain_command
@@ -65,14 +66,14 @@ def command(
         anchorcontext inspect --documents 7,13,5 --mode anchor --sp 4 --layout zigzag
     """
     from anchorcontext.watch.draw import draw_window
-    from anchorcontext.watch.inspection import inspect_window
+    from anchorcontext.watch.inspection import attention_precision, inspect_window
 
     if documents is not None and config_path is not None:
         raise UserError(f"both CONFIG {config_path} and --documents {documents}: give one of them")
     names: Callable[[int], str] | None = None
     model: ModelTraffic | None = None
     cost: CostModel | None = None
-    backend = "native"
+    backend, precision = "native", None
     if documents is not None:
         window = _example_window(documents, mode or "anchor")
     elif config_path is not None:
@@ -84,7 +85,7 @@ def command(
         model, cost = _model(config, sp)
         layout = layout or config.attention.layout
         exchange = exchange or config.attention.exchange
-        backend = config.attention.backend
+        backend, precision = config.attention.backend, attention_precision(config)
     else:
         raise UserError("no window given; name a config, or lengths as in --documents 7,13,5")
     inspection = inspect_window(
@@ -96,6 +97,7 @@ def command(
         model=model,
         cost=cost,
         backend=backend,
+        precision=precision,
     )
     _show(inspection, show_all)
     if png is not None and is_main_rank():
@@ -117,7 +119,7 @@ def _example_window(documents: str, mode: str) -> Window:
         raise UserError(
             f"--documents {documents!r}: give lengths of at least one token, as in 7,13,5"
         )
-    anchor = 0 if get_mode(mode).anchor else None
+    anchor = 0 if get_mode(mode).has_anchor else None
     return Window.from_documents([[0] * length for length in lengths], anchor, mode)
 
 
@@ -125,7 +127,11 @@ def _prepared_window(
     config: Config, split: str, index: int, mode: str | None
 ) -> tuple[Window, Callable[[int], str]]:
     """Window ``index`` of the config's prepared data, and what to call its runs."""
-    from anchorcontext.data.store import ANCHOR_DOCUMENT, COPY_START, WindowDataset
+    import numpy as np
+
+    from anchorcontext.data import View, WindowDataset, configured_view
+    from anchorcontext.data.store import ANCHOR_DOCUMENT, COPY_START
+    from anchorcontext.modes import get_mode
 
     dataset = WindowDataset(config.data.path, split)
     if not 0 <= index < len(dataset):
@@ -133,18 +139,27 @@ def _prepared_window(
             f"--window {index}: {dataset.path} holds windows 0 to {len(dataset) - 1}; choose one"
         )
     record = dataset[index]
+    # Under another mode than the config's its controls may have no meaning.
+    view = configured_view(config, dataset) if mode is None else View(get_mode(mode))
+    window = view.window(record)
+    runs = np.arange(len(window.segment_docs))
+    if view.anchor_copies:  # instead of the record's run 0
+        copies = window.run_is_copy
+        runs = np.where(copies, -1, np.cumsum(~copies))
 
     def name(run: int) -> str:
-        row, start = int(record.documents[run]), int(record.starts[run])
+        if runs[run] < 0:
+            return COPY_NAME
+        row, start = int(record.documents[runs[run]]), int(record.starts[runs[run]])
         if row == ANCHOR_DOCUMENT:
             return "anchor"
         if start == COPY_START:
-            return "copy of the anchor"
+            return COPY_NAME
         document = dataset.document(row)
         cut = f" [{start:,}..]" if start else ""
         return f"{document.source}/{document.name}{cut}"
 
-    return record.window(mode or config.attention.mode, config.loss.boundary), name
+    return window, name
 
 
 def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | None]:
@@ -184,9 +199,14 @@ def _show(inspection: Inspection, show_all: bool) -> None:
 
     window, plan = inspection.window, inspection.plan
     echo(
-        f"{window.num_tokens:,} tokens, mode {window.mode.name}, {window.num_targets:,} targets, "
+        f"{window.num_tokens:,} tokens, mode {window.mode}, {window.num_targets:,} targets, "
         f"{inspection.pairs:,} visible pairs = {inspection.density:.2%} of full causal attention"
     )
+    if inspection.anchor_token is not None:
+        echo(f"the anchor is token id {inspection.anchor_token}")
+    if inspection.precision is not None:
+        parts = ", ".join(f"{part} {dtype}" for part, dtype in inspection.precision.items())
+        echo(f"attention computes in: {parts}")
     _show_documents(inspection, show_all)
     columns = shutil.get_terminal_size((MARGIN_COLUMNS + 2 * 40, 24)).columns
     blocks = min(max((columns - MARGIN_COLUMNS) // 2, 16), MOST_BLOCKS)

@@ -30,7 +30,7 @@ def command(config: Config, force: bool, png: Path | None) -> Outcome:
     other sources, tokenizer or options is replaced only with --force. A run that was ended goes
     on where it was.
     """
-    from anchorcontext.data import WindowDataset, prepare
+    from anchorcontext.data import WindowDataset, configured_view, prepare
 
     with _progress_bar() as progress:
         report = prepare(config, force=force, progress=progress)
@@ -38,8 +38,8 @@ def command(config: Config, force: bool, png: Path | None) -> Outcome:
     if png is not None and is_main_rank():
         from anchorcontext.watch.draw_corpus import draw_corpus
 
-        record = WindowDataset(report.path)[report.windows // 2]
-        window = record.window(config.attention.mode, config.loss.boundary)
+        dataset = WindowDataset(report.path)
+        window = configured_view(config, dataset).window(dataset[report.windows // 2])
         draw_corpus(report, window, png)
         echo(f"drawn to {png}")
     return Outcome(report)

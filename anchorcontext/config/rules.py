@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from anchorcontext.config.base import Problem, shown
+from anchorcontext.config.control_rules import broken_controls
 from anchorcontext.config.deepspeed import contradictions
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def broken_rules(config: Config) -> list[Problem]:
         *_exchange(config),
         *_backend(config),
         *contradictions(config),
+        *broken_controls(config),
     ]
 
 
@@ -128,7 +130,8 @@ def _rope(config: Config) -> Iterator[Problem]:
 
 
 def _positions(config: Config) -> Iterator[Problem]:
-    if config.attention.mode == "intra_doc_reset":
+    attention = config.attention
+    if attention.mode == "intra_doc_reset" or attention.anchor.reset_positions:
         return  # positions restart at each document, so the window may exceed the model's range
     places = (
         ("model.max_position_embeddings", config.model.max_position_embeddings),
@@ -138,16 +141,24 @@ def _positions(config: Config) -> Iterator[Problem]:
         ),
     )
     for key, value in places:
-        if isinstance(value, int) and value < config.data.window_tokens:
+        if isinstance(value, int) and value < config.longest_position:
             yield Problem(
                 key,
                 value,
-                f"positions run to data.window_tokens = {config.data.window_tokens}",
-                f"set it to {config.data.window_tokens} or more, or leave it out",
+                _longest_position(config),
+                f"set it to {config.longest_position} or more, or leave it out",
             )
 
 
 def _data(config: Config) -> Iterator[Problem]:
+def _longest_position(config: Config) -> str:
+    anchor, offset = config.attention.anchor.position, config.positions.offset
+    if anchor + 1 == config.longest_position:
+        return f"attention.anchor.position = {anchor} lies beyond it"
+    shift = f" + positions.offset = {offset}" if offset else ""
+    return f"positions run to data.window_tokens = {config.data.window_tokens}{shift}"
+
+
     data = config.data
     if data.tokenizer is not None and data.train_tokenizer is not None:
         yield Problem(
@@ -311,7 +322,10 @@ def _backend(config: Config) -> Iterator[Problem]:
     name, native = "attention.backend = 'ring_flash_attn'", "set attention.backend to native"
     if sp < 2:
         yield Problem("parallel.sp", sp, f"is 2 or more with {name}", f"raise it, or {native}")
-    if attention.mode not in _RING_FLASH_ATTN:
+    mode = attention.mode
+    if mode == "anchor" and (attention.anchor.copies or not attention.anchor.visible):
+        mode = "intra_doc"  # nothing that all documents see
+    if mode not in _RING_FLASH_ATTN:
         yield Problem(
             "attention.mode",
             attention.mode,
@@ -327,7 +341,7 @@ def _backend(config: Config) -> Iterator[Problem]:
         if value != default:
             rule = f"is {shown(default)} with {name}, which has no such choice"
             yield Problem(f"attention.{key}", value, rule, f"leave it out, or {native}")
-    ways = _RING_FLASH_ATTN[attention.mode]
+    ways = _RING_FLASH_ATTN[mode]
     fitting = [
         (layout, exchange)
         for layout, exchange in ways

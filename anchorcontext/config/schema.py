@@ -40,6 +40,9 @@ class Config(Section):
     attention: sections.AttentionSection = Field(default_factory=sections.AttentionSection)
     """Who sees whom, and how attention runs across ranks."""
 
+    positions: sections.PositionsSection = Field(default_factory=sections.PositionsSection)
+    """RoPE positions, varied for experiments."""
+
     parallel: sections.ParallelSection = Field(default_factory=sections.ParallelSection)
     """How ranks share the work."""
 
@@ -111,6 +114,12 @@ class Config(Section):
     def deepspeed_options(self) -> dict[str, Any]:
         """The ``deepspeed`` section without the options that other keys decide."""
         return undecided_options(self.deepspeed)
+    @property
+    def longest_position(self) -> int:
+        """How many positions the model must reach: the largest one of a window, and 1."""
+        window = self.positions.offset + self.data.window_tokens
+        return max(window, self.attention.anchor.position + 1)
+
 
 
 def config_hash(config: Config) -> str:

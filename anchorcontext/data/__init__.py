@@ -15,6 +15,7 @@
     assemble.py             segments -> windows
     store.py, builder.py    windows <-> a folder of memory-mapped files
     pipeline.py             all of the above; account.py, report.py count every token
+    view.py                 records -> windows under a config's mode and controls
     loader.py, prefetch.py  windows -> the micro-batches of one data-parallel rank
 """
 
@@ -25,16 +26,19 @@ from .pipeline import prepare
 from .report import PrepareReport
 from .store import DocumentInfo, WindowDataset, WindowRecord
 from .tokenizer import check_vocabulary, load_tokenizer, train_tokenizer
+from .view import View, configured_view
 
 __all__ = [
     "DocumentInfo",
     "Loader",
     "Packing",
     "PrepareReport",
+    "View",
     "WindowDataset",
     "WindowRecord",
     "build_folder",
     "check_vocabulary",
+    "configured_view",
     "epoch_order",
     "load_tokenizer",
     "pack",

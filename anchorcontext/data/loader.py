@@ -26,6 +26,7 @@ from ..window import Window
 from .draws import splitmix64
 from .prefetch import Prefetch
 from .store import WindowDataset
+from .view import View
 
 
 def epoch_order(num_windows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -52,6 +53,7 @@ class Loader:
     Args:
         dataset: the prepared windows.
         mode, boundary: as of :class:`~anchorcontext.window.Window`.
+        anchor_token, anchor_copies: as of :class:`~anchorcontext.data.view.View`.
         dp_rank, dp_size: the place in the data-parallel dimension of the mesh.
         micro_batch_windows: windows of one rank in one round.
         seed, shuffle: decide the order; ``shuffle=False`` is the order of packing, every epoch.
@@ -66,6 +68,8 @@ class Loader:
         *,
         mode: str | Mode = "anchor",
         boundary: str = "mask",
+        anchor_token: int | None = None,
+        anchor_copies: bool = False,
         dp_rank: int = 0,
         dp_size: int = 1,
         micro_batch_windows: int = 1,
@@ -78,15 +82,14 @@ class Loader:
             raise UserError(f"micro_batch_windows = {micro_batch_windows}: at least 1")
         if len(dataset) == 0:
             raise UserError(f"data.path = {str(dataset.path)!r} holds no windows")
-        self.mode = get_mode(mode)
-        if self.mode.anchor and dataset.anchor_id is None:
+        self.view = View(get_mode(mode), boundary, anchor_token, anchor_copies)
+        if self.view.mode.has_anchor and dataset.anchor_id is None:
             raise UserError(
-                f"attention.mode = {self.mode.name!r} needs windows with an anchor, and "
+                f"attention.mode = {self.view.mode.name!r} needs windows with an anchor, and "
                 f"{dataset.path} was prepared with data.anchor=none; prepare it with "
                 "data.anchor=auto"
             )
         self.dataset = dataset
-        self.boundary = boundary
         self.dp_rank, self.dp_size = dp_rank, dp_size
         self.micro_batch_windows = micro_batch_windows
         self.seed, self.shuffle = seed, shuffle
@@ -144,7 +147,7 @@ class Loader:
         """This rank's share of the round at ``position``: a function of the position alone."""
         first = position + self.dp_rank * self.micro_batch_windows
         ids = self.window_ids(first, self.micro_batch_windows)
-        windows = [self.dataset[index].window(self.mode, self.boundary) for index in ids]
+        windows = [self.view.window(self.dataset[index]) for index in ids]
         if self._prepare is not None:
             self._prepare(windows)
         return ids, windows

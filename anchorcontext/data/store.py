@@ -72,10 +72,13 @@ class WindowRecord:
         if not len(self.tags):
             object.__setattr__(self, "tags", np.zeros(len(self.documents), dtype=np.int32))
 
-    def window(self, mode: str | Mode, boundary: str = "mask") -> Window:
+    def window(
+        self, mode: str | Mode, boundary: str = "mask", anchor_token: int | None = None
+    ) -> Window:
         """The window under a mode. Segments of one document are one document.
 
-        Tags and copies of the anchor are never targets.
+        Tags and copies of the anchor are never targets. ``anchor_token`` takes the place of the
+        anchor and of its copies; None leaves them as they are.
         """
         _, segment_docs = np.unique(self.documents, return_inverse=True)
         copies = self.starts == COPY_START
@@ -85,8 +88,13 @@ class WindowRecord:
             lengths = np.diff(self.cu_seqlens)
             place = np.arange(len(self.input_ids)) - np.repeat(self.cu_seqlens[:-1], lengths)
             loss_mask = place >= np.repeat(masked, lengths)
+        ids = self.input_ids
+        if anchor_token is not None:
+            anchors = self.cu_seqlens[:-1][copies | (self.documents == ANCHOR_DOCUMENT)]
+            ids = ids.copy()
+            ids[anchors] = anchor_token
         return Window(
-            self.input_ids,
+            ids,
             self.cu_seqlens,
             mode,
             segment_docs=segment_docs,

@@ -18,11 +18,12 @@ stage  dtype       weights  masters  moments  gradients
 transformers writes it (``h`` hidden, ``i`` intermediate size, ``e`` bytes of an element), a token:
 
 * two RMS norms, each its fp32 input, its normalised and its scaled output: ``2 (4 h + 2 e h + 4)``;
-* attention: queries, keys, values, output, log-sum-exp: ``e D (2 Hq + 2 Hkv) + 4 Hq``;
+* attention: queries, keys, values, output, log-sum-exp: ``a D (2 Hq + 2 Hkv) + 4 Hq``, where a is e
+  or, with ``attention.precision.qk: fp32``, 4 bytes, and then the rounded output, ``e D Hq``;
 * gated MLP: gate, up, activation, product: ``4 e i``.
 
 A checkpointed layer keeps its input, ``e h``, and with ``keep_attention`` attention's output and
-log-sum-exp, ``(e D + 4) Hq``; with ``offload_activations`` the device keeps neither. A chunked MLP
+log-sum-exp, ``(a D + 4) Hq``; with ``offload_activations`` the device keeps neither. A chunked MLP
 keeps nothing, and works with ``6 e i`` for one chunk's tokens and ``e h`` for all.
 
 The peak is the largest of the *phases* of a step. Between them memory changes linearly (gradients
@@ -198,9 +199,9 @@ def activation_memory(
         step_rows: most foreign key rows of one step.
         ulysses: ranks that swap heads.
     """
-    e = 2 if config.model.dtype == "bf16" else FP32
+    e, a = _element_size(config), element_size_of(config)
     h, i, width = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
-    layer = layer_activation_bytes(sizes, e, ulysses) * tokens
+    layer = layer_activation_bytes(sizes, e, ulysses, attention_size=a) * tokens
     freed = tokens * (4 * e * i + FP32 * h + 2 * e * h)
     mlp_work = tokens * 2 * e * i
     if config.model.mlp_chunk_tokens is not None:
@@ -209,13 +210,14 @@ def activation_memory(
         mlp_work = min(config.model.mlp_chunk_tokens, tokens) * 6 * e * i + tokens * e * h
     offload = config.model.offload_activations and not on_cpu
     stored, recomputed = _kept_activations(config, sizes, tokens, layer, offload)
-    rotary = tokens * 2 * e * width
+    tables = FP32 if config.attention.precision.rotates_in_fp32 else e
+    rotary = tokens * 2 * tables * width
     accumulators = tokens * width * FP32 * (2 * sizes.num_heads + 2 * sizes.num_kv_heads)
     row = 2 * max(1, sizes.num_kv_heads // ulysses) * width
     exchange = 0
     if sp_size > ulysses:
         own = tokens * ulysses
-        exchange = row * (e * (own + key_rows + step_rows) + 3 * FP32 * step_rows)
+        exchange = row * (a * (own + key_rows + step_rows) + 3 * FP32 * step_rows)
     chunk = min(config.loss.chunk_tokens, tokens)
     chunks = 1 if chunk == tokens else 2
     head = FP32 * sizes.head_weights
@@ -248,9 +250,8 @@ def _kept_activations(
     """
     model, num_layers = config.model, sizes.num_layers
     checkpointed = checkpointed_layers(config, num_layers)
-    e = element_size_of(config)
-    hidden = tokens * sizes.hidden_size * e
-    attention = tokens * sizes.num_heads * (e * sizes.head_dim + FP32)
+    hidden = tokens * sizes.hidden_size * _element_size(config)
+    attention = tokens * sizes.num_heads * (element_size_of(config) * sizes.head_dim + FP32)
     kept = hidden + (attention if model.keep_attention else 0)
     if offload:
         kept, again = 0, layer + hidden  # its input comes back
@@ -263,8 +264,17 @@ def _kept_activations(
     return stored, max(0, again - behind * layer)
 
 
-def layer_activation_bytes(sizes: ModelSizes, element_size: int, ulysses: int = 1) -> int:
-    """Bytes that autograd keeps of one decoder layer for one token."""
+def _element_size(config: Config) -> int:
+    """Bytes of an element of weights and hidden states."""
+    return 2 if config.model.dtype == "bf16" else FP32
+
+
+def layer_activation_bytes(
+    sizes: ModelSizes, element_size: int, ulysses: int = 1, *, attention_size: int | None = None
+) -> int:
+    """Bytes that autograd keeps of one decoder layer for one token; ``attention_size``: of an
+    element inside of attention, default ``element_size``."""
+    a = element_size if attention_size is None else attention_size
     e, h, width = element_size, sizes.hidden_size, sizes.head_dim
     heads, kv_heads = sizes.num_heads, sizes.num_kv_heads
     norms = 2 * (FP32 * h + 2 * e * h + FP32)
@@ -272,9 +282,10 @@ def layer_activation_bytes(sizes: ModelSizes, element_size: int, ulysses: int = 
         norms += (heads + kv_heads) * (width * (FP32 + e) + FP32)
     # With fewer key/value heads than ranks that swap heads, each is held several times.
     held = max(kv_heads, ulysses) if ulysses > 1 else kv_heads
-    attention = e * width * (2 * heads + 2 * held) + FP32 * heads
-    if ulysses > 1:
-        attention += e * width * heads  # the output once more, back in this rank's tokens
+    attention = a * width * (2 * heads + 2 * held) + FP32 * heads
+    if ulysses > 1 or a != e:
+        # The output once more: back in this rank's tokens, or rounded.
+        attention += e * width * heads
     return norms + attention + 4 * e * sizes.intermediate_size
 
 

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..data import View, configured_view
 from ..errors import UserError
 from ..hardware import Hardware
+from ..modes import get_mode
 from ..plan import BatchPlan, check_heads, plan_batch
 from ..train.costs import cost_model, passes_of, plan_options
 from ..watch.flops import attention_flops, linear_flops
@@ -230,10 +232,8 @@ def _mode(
 ) -> ModeEstimate:
     shape, cost = config.check_world(world_size), cost_model(config, sizes, hardware)
     options = plan_options(config.attention, cost)
-    plans = [
-        plan_batch([window.with_mode(mode) for window in batch], shape.sp, **options)
-        for batch in batches
-    ]
+    view = configured_view(config) if mode == config.attention.mode else View(get_mode(mode))
+    plans = [plan_batch(list(map(view.apply, batch)), shape.sp, **options) for batch in batches]
     check_heads(sizes.num_heads, sizes.num_kv_heads, plans[0].ulysses)
     found = [plan_micro_batch(plan, sizes, config, hardware, shape.dp) for plan in plans]
     states = state_memory(sizes, config, world_size, lazy=hardware.kind == "cpu")
@@ -290,7 +290,7 @@ def micro_batch_memory(
         UserError: the config does not fit the world, or its heads the exchange.
     """
     shape, cost = config.check_world(world_size), cost_model(config, sizes, hardware)
-    batch = [window.with_mode(config.attention.mode) for window in windows]
+    batch = list(map(configured_view(config).apply, windows))
     plan = plan_batch(batch, shape.sp, **plan_options(config.attention, cost))
     check_heads(sizes.num_heads, sizes.num_kv_heads, plan.ulysses)
     found = plan_micro_batch(plan, sizes, config, hardware, shape.dp)

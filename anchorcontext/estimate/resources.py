@@ -46,7 +46,7 @@ def check_resources(config: Config, process: Process, mesh: Mesh, dataset: Windo
     ranks = Ranks(process.control)
     with process.control.together("estimating what the run needs"):
         model = build_config(
-            config.model, window_tokens=dataset.window_tokens, vocab_size=dataset.vocab_size
+            config.model, window_tokens=config.longest_position, vocab_size=dataset.vocab_size
         )
         sizes = model_sizes(model)
         memory = _memory(config, process, dataset, sizes)
@@ -158,7 +158,7 @@ def _memory(
 ) -> MemoryEstimate:
     hardware = load_hardware(config.parallel.hardware if process.device.type == "cuda" else "cpu")
     count = min(config.train.micro_batch_windows, len(dataset))
-    windows = [dataset[i].window(config.attention.mode, config.loss.boundary) for i in range(count)]
+    windows = [dataset[i].window("full", config.loss.boundary) for i in range(count)]
     return micro_batch_memory(config, sizes, hardware, process.world_size, windows)
 
 

@@ -33,9 +33,8 @@ def configured_sizes(config: Config, vocab_size: int | None = None) -> ModelSize
         )
     if vocab_size is None and config.model.scratch is not None:
         vocab_size = _vocabulary(config)
-    window_tokens = config.data.window_tokens
     return model_sizes(
-        build_config(config.model, window_tokens=window_tokens, vocab_size=vocab_size)
+        build_config(config.model, window_tokens=config.longest_position, vocab_size=vocab_size)
     )
 
 

@@ -10,7 +10,7 @@ layer, with gradient checkpointing too.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,7 +18,11 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from ..errors import UserError
 from ..parallel import Plan, distributed_attention
+from .precision import cast_heads
 from .supported import check_supported
+
+if TYPE_CHECKING:
+    from ..config.sections import PrecisionSection
 
 NAME = "anchorcontext"
 
@@ -44,6 +48,7 @@ def attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     plan: Plan | None = None,
+    precision: PrecisionSection | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the plan's windows, as transformers calls it in every layer.
@@ -56,9 +61,11 @@ def attention_forward(
         scaling: multiplies the dot products.
         dropout: must be 0.
         plan: of this micro-batch.
+        precision: the dtypes of :mod:`.precision`; None: queries, keys and values as they come.
 
     Returns:
-        (B, S, Hq, D) and None in place of the attention weights, which are never formed.
+        (B, S, Hq, D) in the values' dtype, and None in place of the attention weights, which are
+        never formed.
 
     Raises:
         UserError: no plan, or something is asked for that the plan cannot honour.
@@ -73,8 +80,9 @@ def attention_forward(
         raise UserError(_MASK)
     _check_request(module, plan, dropout, kwargs)
     _check_shapes(module, query, key, value)
-    out = distributed_attention(query, key, value, plan, scale=scaling)
-    return out.transpose(1, 2), None
+    heads = cast_heads(query, key, value, precision)
+    out = distributed_attention(*heads, plan, scale=scaling)
+    return out.to(value.dtype).transpose(1, 2), None
 
 
 def _check_request(module: nn.Module, plan: Plan, dropout: float, kwargs: dict[str, Any]) -> None:

@@ -236,7 +236,7 @@ def _check_agreement(windows: list[Window], options: str, group: dist.ProcessGro
 def _fingerprint(windows: list[Window], options: str) -> int:
     digest = hashlib.blake2b(options.encode(), digest_size=7)
     for window in windows:
-        digest.update(f"{window.mode.name} {window.boundary}".encode())
+        digest.update(f"{window.mode!r} {window.boundary}".encode())
         for array in (window.input_ids, window.cu_seqlens, window.segment_docs, window.labels):
             digest.update(np.ascontiguousarray(array).tobytes())
     return int.from_bytes(digest.digest(), "little")

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..config.sections import AttentionSection
 from ..model import TrainModel, enable
+from ..model.precision import set_precision
 from ..modes import IGNORE, visible
 from ..parallel import make_plan, shard
 from ..window import Window
@@ -136,7 +137,7 @@ class SingleDeviceBaseline:
     Args:
         like, weights, dtype, device: as of :class:`StockBaseline`.
         chunk_tokens: of the chunked loss.
-        attention: the config's section; only its engine is used.
+        attention: the config's section; its engine and its precision are used.
     """
 
     name = "single device"
@@ -151,6 +152,7 @@ class SingleDeviceBaseline:
         attention: AttentionSection,
     ) -> None:
         model = enable(copy_model(like, weights, dtype, device, attention=None))
+        set_precision(model, attention.precision)
         # Recomputes the very same numbers; without it a long window does not fit.
         model.activation_checkpointing_enable(
             activation_checkpointing_kwargs={"use_reentrant": False}

@@ -38,6 +38,7 @@ def cost_model(config: Config, sizes: ModelSizes, hardware: Hardware | None = No
     if hardware is None:
         hardware = load_hardware(config.parallel.hardware)
     parallel, dtype = config.parallel, config.model.dtype
+    attends_in = "fp32" if config.attention.precision.attends_in_fp32 else dtype
     inside = hardware.devices_per_node % parallel.sp == 0
     rate = hardware.node_bytes_per_second if inside else hardware.network_bytes_per_second
     memory, passes = parallel.exchange_memory, passes_of(config, sizes)
@@ -52,7 +53,7 @@ def cost_model(config: Config, sizes: ModelSizes, hardware: Hardware | None = No
         element_size=element_size_of(config),
         gradient_size=GRADIENT_SIZE,
         flops_per_second=hardware.flops(dtype),
-        attention_flops_per_second=hardware.attention_flops(dtype),
+        attention_flops_per_second=hardware.attention_flops(attends_in),
         seconds_per_tile=hardware.seconds_per_tile,
         bytes_per_second=rate,
         seconds_per_message=hardware.seconds_per_message,
@@ -122,5 +123,7 @@ def predicted_bytes(plan: Plan, config: Config, sizes: ModelSizes) -> int:
 
 
 def element_size_of(config: Config) -> int:
-    """Bytes of an element of queries, keys and values."""
+    """Bytes of an element of queries, keys and values, in attention and on the way there."""
+    if config.attention.precision.attends_in_fp32:
+        return 4
     return 2 if config.model.dtype == "bf16" else 4

@@ -70,7 +70,7 @@ def dry_run(config: Config) -> DryRun:
         dataset = open_dataset(config)
         loader = build_loader(config, dataset, mesh)
         model = build_config(
-            config.model, window_tokens=dataset.window_tokens, vocab_size=dataset.vocab_size
+            config.model, window_tokens=config.longest_position, vocab_size=dataset.vocab_size
         )
         sizes = model_sizes(model)
         cost = cost_model(config, sizes)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..config import Config
-from ..data import Loader, WindowDataset
+from ..data import Loader, WindowDataset, configured_view
 from ..data.agreement import check_prepared
 from ..errors import UserError
 from ..hardware import load_hardware
@@ -125,9 +125,10 @@ class Job:
         elsewhere = self.config.train.partitioned_init and self.process.rank != 0
         return build_model(
             self.config.model,
-            window_tokens=self.dataset.window_tokens,
+            window_tokens=self.config.longest_position,
             seed=self.config.run.seed,
             vocab_size=self.dataset.vocab_size,
+            precision=self.config.attention.precision,
             skeleton=elsewhere,
         )
 
@@ -168,11 +169,18 @@ def open_dataset(config: Config) -> WindowDataset:
 
 
 def build_loader(config: Config, dataset: WindowDataset, mesh: Mesh) -> Loader:
-    """The windows of this rank, in the order of the seed."""
+    """The windows of this rank, in the order of the seed.
+
+    Raises:
+        UserError: the config asks for an anchor that the windows do not have.
+    """
+    view = configured_view(config, dataset)
     return Loader(
         dataset,
-        mode=config.attention.mode,
-        boundary=config.loss.boundary,
+        mode=view.mode,
+        boundary=view.boundary,
+        anchor_token=view.anchor_token,
+        anchor_copies=view.anchor_copies,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp,
         micro_batch_windows=config.train.micro_batch_windows,

@@ -22,6 +22,7 @@ _FREE_SECTIONS = ("checkpoint.", "guards.", "parity.", "watch.", "data.")
 _COUNTS = ("data.shuffle",)
 # How the same numbers are computed: only their rounding changes, which the log says.
 _ROUNDING = (
+    "attention.anchor.copies",
     "attention.backend",
     "attention.engine",
     "attention.exact",

@@ -46,14 +46,15 @@ def draw_window(inspection: Inspection, path: str | Path) -> None:
     grid = figure.add_gridspec(2, 2 if shared else 1, width_ratios=(2, 1) if shared else (1,))
     mask = figure.add_subplot(grid[:, 0])
     _draw_mask(mask, inspection.window.mode, inspection.window.doc_ids)
+    _draw_positions(mask, inspection.window)
     if shared:
         _draw_ranks(mask, inspection)
         _draw_work(figure.add_subplot(grid[0, 1]), inspection)
         _draw_traffic(figure.add_subplot(grid[1, 1]), inspection)
     window = inspection.window
-    documents = len(np.unique(window.segment_docs)) - int(window.mode.anchor)
+    documents = len(np.unique(window.segment_docs)) - int(window.mode.has_anchor)
     figure.suptitle(
-        f"{window.num_tokens:,} tokens, {documents} documents, mode {window.mode.name}: "
+        f"{window.num_tokens:,} tokens, {documents} documents, mode {window.mode}: "
         f"{inspection.density:.1%} of full causal attention"
     )
     save_figure(figure, path)
@@ -132,6 +133,18 @@ def _draw_mask(axes: Axes, mode: Mode, doc_ids: np.ndarray) -> None:
     axes.set_ylabel("query")
     if mode.anchor and length > MAX_BLOCKS:
         axes.axvspan(0, length / 100, color=ANCHOR_COLOR, linewidth=0, zorder=2)
+
+
+def _draw_positions(axes: Axes, window: Window) -> None:
+    """Below the keys, where a token's position is not its place: the position of each."""
+    positions = window.position_ids
+    if np.array_equal(positions, np.arange(window.num_tokens)):
+        return
+    below = axes.inset_axes((0, -0.19, 1, 0.1))
+    below.plot(np.arange(window.num_tokens) + 0.5, positions, ".", color="black", markersize=2)
+    below.set(xlim=(0, window.num_tokens), xticks=[])
+    below.set_xlabel("key, and above it its position")
+    axes.set_xlabel("")
 
 
 def _draw_ranks(axes: Axes, inspection: Inspection) -> None:

@@ -29,10 +29,10 @@ def draw_corpus(report: PrepareReport, window: Window, path: str | Path) -> None
         extent=(0, window.num_tokens, window.num_tokens, 0),
         interpolation="nearest",
     )
-    documents = len(np.unique(window.segment_docs)) - int(window.mode.anchor)
+    documents = len(np.unique(window.segment_docs)) - int(window.mode.has_anchor)
     mask.set(xlabel="key", ylabel="query")
     mask.set_title(
-        f"one of {report.windows:,} windows, mode {window.mode.name}, documents in it: {documents}"
+        f"one of {report.windows:,} windows, mode {window.mode}, documents in it: {documents}"
     )
     figure.suptitle(
         f"{report.documents:,} documents, {report.tokens_in:,} tokens, {report.tokens_kept:,} kept"

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..modes import IGNORE
+from ..modes import IGNORE, MODES
 from ..plan import BatchPlan, CostModel, plan_batch
 from ..window import Window
 from .flops import visible_pairs
+
+if TYPE_CHECKING:
+    from ..config import Config
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,24 @@ class Inspection:
     """int64 (P, P): key rows that rank i sends to rank j in one forward of one layer."""
     backend: str = "native"
     """Whose code moves them."""
+    precision: dict[str, str] | None = None
+    """The dtype of every part of attention; None without a config."""
+
+    @property
+    def anchor_token(self) -> int | None:
+        """Token id of the anchor, or of its copies; None where the window has neither."""
+        window = self.window
+        if window.mode.has_anchor:
+            return int(window.input_ids[0])
+        copies = window.anchor_copies
+        return None if copies is None else int(window.input_ids[copies][0])
+
+    @property
+    def controls(self) -> dict[str, Any]:
+        """What is varied of the window's mode, as fields of :class:`~anchorcontext.modes.Mode`."""
+        plain = asdict(MODES[self.window.mode.name])
+        mode = asdict(self.window.mode)
+        return {name: value for name, value in mode.items() if value != plain[name]}
 
     @property
     def pairs(self) -> int:
@@ -122,6 +143,9 @@ class Inspection:
         window = self.window
         return {
             "mode": window.mode.name,
+            "controls": self.controls,
+            "anchor_token": self.anchor_token,
+            "precision": self.precision,
             "tokens": window.num_tokens,
             "targets": window.num_targets,
             "documents": [asdict(row) for row in self.documents],
@@ -151,6 +175,7 @@ def inspect_window(
     model: ModelTraffic | None = None,
     cost: CostModel | None = None,
     backend: str = "native",
+    precision: dict[str, str] | None = None,
 ) -> Inspection:
     """Look at one window as ``sp`` ranks would share it.
 
@@ -159,6 +184,7 @@ def inspect_window(
         model: the model whose bytes are counted; without it only rows are.
         cost: of one of its layers, as training plans with it.
         backend: whose traffic and balance.
+        precision: the dtype of every part of attention (:func:`attention_precision`).
 
     Raises:
         UserError: an unknown layout or exchange; what the backend cannot express.
@@ -173,7 +199,17 @@ def inspect_window(
         ranks=tuple(_rank_row(plan, rank, mean, traffic, model) for rank in range(sp)),
         traffic=traffic,
         backend=backend,
+        precision=precision,
     )
+
+
+def attention_precision(config: Config) -> dict[str, str]:
+    """The dtype of every part of the configured model's attention, by its key in
+    ``attention.precision``."""
+    given = config.attention.precision.model_dump()
+    return {
+        part: config.model.dtype if dtype == "model" else dtype for part, dtype in given.items()
+    }
 
 
 def _documents(window: Window, names: Callable[[int], str] | None) -> tuple[DocumentRow, ...]:
@@ -184,7 +220,7 @@ def _documents(window: Window, names: Callable[[int], str] | None) -> tuple[Docu
     rows = []
     for run, (start, stop) in enumerate(pairwise(edges)):
         name = names(run) if names is not None else ""
-        if not name and run == 0 and window.mode.anchor:
+        if not name and run == 0 and window.mode.has_anchor:
             name = "anchor"
         rows.append(
             DocumentRow(

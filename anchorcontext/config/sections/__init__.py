@@ -5,7 +5,14 @@ Rules that concern one key stand in its type (``types.py``); rules between keys 
 
 from __future__ import annotations
 
-from anchorcontext.config.sections.attention import AttentionSection, LossSection, ParallelSection
+from anchorcontext.config.sections.attention import (
+    AnchorSection,
+    AttentionSection,
+    LossSection,
+    ParallelSection,
+    PositionsSection,
+    PrecisionSection,
+)
 from anchorcontext.config.sections.data import (
     DataSection,
     InterleaveSection,
@@ -34,6 +41,7 @@ from anchorcontext.config.sections.watching import (
 
 __all__ = [
     "AttentionSection",
+    "AnchorSection",
     "CheckpointSection",
     "DataSection",
     "GuardsSection",
@@ -46,6 +54,8 @@ __all__ = [
     "ParitySection",
     "ProfileSection",
     "RopeSection",
+    "PositionsSection",
+    "PrecisionSection",
     "RunSection",
     "ScheduleSection",
     "SnapshotsSection",

@@ -1,11 +1,65 @@
-"""``attention``, ``parallel`` and ``loss``: what is computed, and where."""
+"""``attention``, ``positions``, ``parallel`` and ``loss``: what is computed, and where."""
 
 from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import Field
+
 from anchorcontext.config.base import Section
-from anchorcontext.config.sections.types import PositiveFloat, PositiveInt, Text
+from anchorcontext.config.sections.types import NonNegativeInt, PositiveFloat, PositiveInt, Text
+
+
+class AnchorSection(Section):
+    """The anchor, varied for experiments (docs/controls.md)."""
+
+    visible: bool = True
+    """Whether documents see the anchor of mode ``anchor``; false masks it like a token of another
+    document and leaves all positions as they are."""
+
+    position: NonNegativeInt = 0
+    """Position of the anchor, or of its copies in front of documents; other tokens keep theirs."""
+
+    token: Literal["bos", "eos"] | NonNegativeInt | None = None
+    """Token that stands in the anchor's place and in its copies', put there when a window is read:
+    ``bos``, ``eos`` or a token id; null is what ``data.anchor`` prepared."""
+
+    reset_positions: bool = False
+    """In mode ``anchor``, positions restart at 1 at each document, so that the anchor with its 0
+    stands right before all of them."""
+
+    copies: bool = False
+    """In mode ``anchor``, give every document a copy of the anchor instead of one for all, made
+    when a window is read. The same numbers up to rounding, at a token more a document.
+    ``data.anchor_copies`` makes room for copies when it packs, for mode ``intra_doc``."""
+
+
+class PrecisionSection(Section):
+    """Where attention rounds to ``model.dtype`` on the way from projections to softmax."""
+
+    rope_tables: Literal["model", "fp32"] = "model"
+    """Cosines and sines: computed in fp32, then rounded to ``model.dtype`` or kept."""
+
+    rotation: Literal["model", "fp32"] = "model"
+    """Products and sums of RoPE, on queries and keys that come in ``model.dtype``."""
+
+    qk: Literal["model", "fp32"] = "model"
+    """``model`` rounds rotated queries and keys; ``fp32`` hands queries, keys and values over in
+    fp32: the whole of attention runs in it, and twice the bytes of bf16 travel. The output is
+    rounded to ``model.dtype``."""
+
+    softmax: Literal["fp32"] = "fp32"
+    """Scores, their softmax and sums over keys: no engine computes them in less."""
+
+    @property
+    def rotates_in_fp32(self) -> bool:
+        """Whether the rotary module hands out fp32 tables, so that layers rotate in fp32."""
+        return self.rotation == "fp32"
+
+    @property
+    def attends_in_fp32(self) -> bool:
+        """Whether queries, keys and values are fp32 in attention and on the way there."""
+        return self.qk == "fp32"
 
 
 class AttentionSection(Section):
@@ -33,6 +87,24 @@ class AttentionSection(Section):
     backend: Literal["native", "ring_flash_attn"] = "native"
     """Whose code exchanges and attends: ours, or the package ring-flash-attn (CUDA, modes ``full``
     and ``intra_doc``, layouts ``zigzag`` and ``contiguous``)."""
+
+    anchor: AnchorSection = Field(default_factory=AnchorSection)
+    """The anchor, varied for experiments."""
+
+    precision: PrecisionSection = Field(default_factory=PrecisionSection)
+    """Where attention rounds to ``model.dtype``."""
+
+
+class PositionsSection(Section):
+    """RoPE positions, varied for experiments (docs/controls.md)."""
+
+    clamp_first: bool = False
+    """The first token of every document has position 0 in any mode, the others keep theirs. The
+    anchor and its copies do not count as first."""
+
+    offset: NonNegativeInt = 0
+    """Added to all positions but the anchor's, its copies' and the clamped ones. Alone it changes
+    nothing but rounding: RoPE sees differences of positions."""
 
 
 class ParallelSection(Section):
