@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
+from ..hub import offline_without_hub
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,13 +62,14 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The Hugging Face tokenizer in ``folder`` (or of that hub name, where it is cached).
+    """The Hugging Face tokenizer in ``folder``, or of that hub name.
 
     Raises:
         UserError: there is no tokenizer, or it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
+    offline_without_hub(str(folder))
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(folder))
     except (OSError, ValueError, KeyError) as error:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ...errors import UserError
+from ...hub import offline_without_hub
 from .documents import Position
 from .rows import RowReader
 from .table import TableChunk, to_stream
@@ -47,6 +48,7 @@ class HubDataset:
                 f"source {self.name!r}: data sets of the hub need the package datasets; install "
                 "anchorcontext[hub]"
             ) from None
+        offline_without_hub(self.path)
         try:
             dataset = datasets.load_dataset(
                 self.path,
