@@ -16,6 +16,7 @@ from ..hub import offline_without_hub
 from .attention import enable
 from .compile import compile_layers
 from .memory import save_memory
+from .precision import set_precision
 from .quiet import quiet_progress
 from .rope import (
     cast_parameters,
@@ -27,7 +28,7 @@ from .rope import (
 from .supported import check_supported, output_head, probe_model
 
 if TYPE_CHECKING:
-    from ..config.sections import ModelSection
+    from ..config.sections import ModelSection, PrecisionSection
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ def build_model(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     vocab_size: int | None = None,
+    precision: PrecisionSection | None = None,
     probe: bool = True,
     skeleton: bool = False,
 ) -> PreTrainedModel:
@@ -48,11 +50,12 @@ def build_model(
 
     Args:
         section: see :class:`anchorcontext.config.ModelSection`.
-        window_tokens: tokens of the longest window; the model must reach that far.
+        window_tokens: positions of the longest window; the model must reach that far.
         seed: of the initial weights, for a model from scratch.
         dtype: of the weights; default the section's.
         vocab_size: entries of the tokenizer; sets the vocabulary of a model from scratch and must
             fit into that of a pretrained one.
+        precision: where attention rounds to ``dtype`` (:mod:`.precision`); default: as stock does.
         probe: also run two tiny windows through the model (:func:`probe_model`). Leave it out when
             weights are partitioned or on no device.
         skeleton: parameters on the meta device, without weights and memory, and no probe; buffers
@@ -79,6 +82,8 @@ def build_model(
         model.config.dtype = dtype
     verify_rope(model, config)
     enable(model)
+    if precision is not None:
+        set_precision(model, precision)
     output_head(model)
     if probe and not skeleton:
         probe_model(model)
