@@ -9,7 +9,7 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -212,7 +212,10 @@ class CheckpointStore:
     ) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for torn in self.folder.glob(f"step-*{BESIDE}"):
-            shutil.rmtree(torn)
+            if torn != beside:
+                _make_room(shutil.rmtree, torn)
+        if beside.exists():
+            shutil.rmtree(beside)
         for name in (ENGINE_TAG, RANKS):
             (beside / name).mkdir(parents=True)
         (beside / TRAINER).write_text(json.dumps(trainer_state, indent=2))
@@ -231,9 +234,10 @@ class CheckpointStore:
             discard(pending.final)
         pending.beside.rename(pending.final)
         sync(self.folder)
-        complete = {checkpoint.step: checkpoint for checkpoint in find_checkpoints(self.folder)[0]}
+        # Later steps are those of damaged ones that the run went back from: not to be counted on.
+        complete = {c.step: c for c in find_checkpoints(self.folder)[0] if c.step <= pending.step}
         for step in disposable(complete, self.config.train.steps, self.config.checkpoint):
-            discard(complete[step].path)
+            _make_room(discard, complete[step].path)
 
     @contextlib.contextmanager
     def _failing_as_one(self, step: int, beside: Path) -> Iterator[None]:
@@ -248,6 +252,14 @@ class CheckpointStore:
                 f"run.output_dir: the checkpoint of step {step} was not written: {error}; make "
                 "room there (checkpoint.keep, checkpoint.keep_every). Earlier ones are intact"
             ) from error
+
+
+def _make_room(remove: Callable[[Path], None], path: Path) -> None:
+    """What cannot be removed (a network file system keeps what somebody reads) is only left."""
+    try:
+        remove(path)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s", path, error.strerror or error)
 
 
 def _rank_file(rank: int) -> str:

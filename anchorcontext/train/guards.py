@@ -64,6 +64,11 @@ class Guards:
             grad_norm=_limit(self.section.gradient_spike, self._norms, "skip"),
         )
 
+    @property
+    def healthy(self) -> bool:
+        """Whether the last step was finite; if it was not, the weights may be what is broken."""
+        return self._broken == 0
+
     def judge(self, record: StepRecord) -> list[Finding]:
         """What is wrong with a step; it becomes part of the history.
 

@@ -23,11 +23,14 @@ from .checkpoint_files import CONFIG, WorldLayout
 from .costs import predicted_bytes
 from .failure import failing_together
 from .guards import DivergedError, Guards, dump_step
-from .job import Job, peak_dtype
+from .job import Job, peak_dtype, run_folder
+from .launch import Process
+from .orphans import stopping_without_launcher
 from .preflight import Preflight, versions
 from .report import TrainReport
 from .resume import check_resumable
 from .retention import is_due
+from .run_lock import RunLock
 from .signals import StopSignals
 from .step import StepOutcome, count_targets, plan_micro_batches, train_step
 from .watchdog import Watchdog
@@ -54,7 +57,7 @@ class Trainer:
     ) -> None:
         self.config = config
         self.stop = stop or StopSignals()
-        self.job = Job(config, preflight)
+        self.job = Job(config, self._claiming_the_folder(preflight))
         self.control, self.mesh = self.job.control, self.job.mesh
         self.sizes = sizes_of(self.job.train_model.causal_lm)
         self.peak_flops = peak_flops(self.job.device, peak_dtype(config), config.watch.peak_flops)
@@ -69,10 +72,12 @@ class Trainer:
         self.watchdog = Watchdog(config.guards.slow_step, stacks)
         self.step = 0
         self.saved_step: int | None = None
+        self.resumed_from: Path | None = None
         self._resume()
         self.report = TrainReport(
             self.job.run_dir, self.mesh.world_size, self.mesh.dp, self.mesh.sp, self.step, self.step
         )
+        self.report.checkpoint = self.resumed_from
         self._failed_in_a_row = 0
         self._seconds_recorded = 0.0
         with self.control.together("writing the run folder"):
@@ -114,6 +119,7 @@ class Trainer:
             self._note_start()
             if self.step >= self.config.train.steps:
                 logger.info("%s: all %d steps are done", self.job.run_dir, self.step)
+                self.sinks.event("end", step=self.step)
                 return self.report
             try:
                 if parity.at_start:
@@ -143,7 +149,7 @@ class Trainer:
             with self.profiler.step(self.step + 1):
                 self.run_step()
             last = self.step == total
-            if is_due(self.step, total, section):
+            if is_due(self.step, total, section, healthy=self.guards.healthy):
                 self._save_when_due(last)
             if parity.every and self.step % parity.every == 0 and not last:
                 self.check_parity(f"after step {self.step}")
@@ -290,10 +296,25 @@ class Trainer:
         logger.warning("%s", error)
 
     def close(self) -> None:
-        """Release the engine and the process group."""
+        """Release the engine, the run folder and the process group."""
         self.checkpoints.close()
         self.watchdog.close()
+        if self.lock is not None:
+            self.lock.close()
         self.job.close()
+
+    def _claiming_the_folder(self, preflight: Preflight | None) -> Preflight:
+        """The checks before the model is built, after nobody else trains in the run folder."""
+        self.lock: RunLock | None = None
+
+        def checks(config: Config, process: Process, *job: Any) -> None:
+            with process.control.together("claiming the run folder"):
+                if process.rank == 0:
+                    self.lock = RunLock(run_folder(config))
+            if preflight is not None:
+                preflight(config, process, *job)
+
+        return checks
 
     def _resume(self) -> None:
         checkpoint = self.checkpoints.latest()
@@ -306,6 +327,7 @@ class Trainer:
             self.job.loader.load_state_dict(state["loader"])
             self.guards.load_state_dict(state["guards"])
         self.step = self.saved_step = state["step"]
+        self.resumed_from = checkpoint.path
         logger.info("resumed from %s, %d steps done", checkpoint.path, self.step)
 
     def _window_ids(self) -> list[int]:
@@ -336,8 +358,8 @@ class Trainer:
                 raise DivergedError(
                     f"{finding.text}. Loss not finite on ranks {broken}. Nothing was saved after "
                     f"it: the last checkpoint is {saved}; what the step was made of lies in "
-                    f"{self.job.run_dir / GUARDS}. Lower optimizer.lr, or look at these windows "
-                    "with `anchorcontext inspect`"
+                    f"{self.job.run_dir / GUARDS}. Look at these windows with `anchorcontext "
+                    "inspect`, or start a run of another run.name with a lower optimizer.lr"
                 )
 
 
@@ -346,10 +368,10 @@ def train(config: Config, preflight: Preflight | None = None) -> TrainReport:
 
     ``preflight``: further checks before the model is built.
 
-    A signal (:data:`~anchorcontext.train.signals.STOP_SIGNALS`) to any rank ends the run after the
-    step, with a checkpoint; an error of one rank ends all.
+    A signal (:data:`~anchorcontext.train.signals.STOP_SIGNALS`) to any rank, or the end of its
+    launcher, ends the run after the step, with a checkpoint; an error of one rank ends all.
     """
-    with StopSignals() as stop:
+    with StopSignals() as stop, stopping_without_launcher(stop):
         with failing_together():
             trainer = Trainer(config, stop, preflight)
             report = trainer.run()

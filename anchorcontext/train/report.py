@@ -39,7 +39,7 @@ class TrainReport:
     """Over all parity checks; None when none ran."""
     parity_checks: int = 0
     checkpoint: Path | None = None
-    """The last one written."""
+    """The newest one: written, or else the one that was resumed from."""
     failed_saves: int = 0
     """Checkpoints that could not be written."""
     stopped_by: str | None = None

@@ -7,9 +7,16 @@ from collections.abc import Iterable
 from ..config.sections import CheckpointSection
 
 
-def is_due(step: int, total: int, section: CheckpointSection) -> bool:
-    """Whether a checkpoint is written after ``step`` of ``total`` steps."""
-    regular = any(every and step % every == 0 for every in (section.every, section.keep_every))
+def is_due(step: int, total: int, section: CheckpointSection, healthy: bool = True) -> bool:
+    """Whether a checkpoint is written after ``step`` of ``total`` steps.
+
+    ``healthy``: false after a step that was not finite. What ``every`` asks for is left out then,
+    so that a run that breaks does not displace the checkpoints from before.
+    """
+    regular = any(
+        every and step % every == 0
+        for every in (section.every if healthy else None, section.keep_every)
+    )
     return (
         regular or step in snapshot_steps(total, section) or (step == total and bool(section.final))
     )

@@ -30,7 +30,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.name: str | None = None
-        """The signal that asked to stop; None until there is one."""
+        """The signal, or what else asked to stop; None until there is one."""
         self._restore = contextlib.ExitStack()
         self._first = 0.0
 
@@ -58,14 +58,15 @@ class StopSignals:
                     if number in STOP_SIGNALS:
                         self._receive(signal.Signals(number))
 
+    def ask(self, name: str) -> None:
+        """Ask the run to stop after the step, as the first signal does."""
+        self._first = time.monotonic()
+        self.name = name
+        logger.warning("%s: finishing the step, saving, then leaving", name)
+
     def _receive(self, received: signal.Signals) -> None:
         if self.name is None:
-            self._first = time.monotonic()
-            self.name = received.name
-            logger.warning(
-                "%s: finishing the step, saving, then leaving; once more to leave at once",
-                received.name,
-            )
+            self.ask(received.name)
         elif time.monotonic() - self._first > SAME_SECONDS:
             os.write(2, f"{received.name} again: leaving at once\n".encode())
             os._exit(128 + received)

@@ -163,6 +163,49 @@ def test_damage_that_keeps_the_size_is_found_by_its_checksum(tiny):
         run_distributed(latest, 1, config, None)  # a run does not start anew on its own
 
 
+def resumed_and_saved(rank, world_size, config):
+    """One step and save after a resume: the newest checkpoint then, and all that are there."""
+    trainer = Trainer(config)
+    trainer.run_step()
+    trainer.save()
+    trainer.sinks.close()
+    newest = trainer.checkpoints.latest()
+    return newest.step, sorted(path.name for path in trainer.checkpoints.folder.iterdir())
+
+
+def test_damaged_checkpoints_do_not_displace_those_written_after_going_back(tiny):
+    paths = run_distributed(several_saves, 1, tiny(checkpoint={"keep": 3}))[0]
+    for path in paths[2:]:
+        flip_bits(next(path.glob("engine/*model_states.pt")))
+    config = tiny(checkpoint={"keep": 1})
+    (found,) = run_distributed(resumed_and_saved, 1, config)
+    assert found == (3, ["step-000003", "step-000004"]), "4 is damaged, and older than the new 3"
+
+
+def saves_that_cannot_remove(rank, world_size, config):
+    """The system refuses to remove checkpoints, as NFS does while somebody reads them."""
+    from anchorcontext.train import checkpoint
+
+    own = checkpoint.shutil.rmtree
+
+    def busy(path, **options):
+        if ".old" in str(path):
+            raise OSError(16, "Device or resource busy", str(path))
+        own(path, **options)
+
+    checkpoint.shutil.rmtree = busy
+    paths = several_saves(rank, world_size, config)
+    trainer = Trainer(config)
+    trainer.run_step()
+    return [*paths, trainer.save()]
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(tiny):
+    paths = run_distributed(saves_that_cannot_remove, 1, tiny(checkpoint={"keep": 1}))[0]
+    complete, _ = find_checkpoints(paths[0].parent)
+    assert [checkpoint.step for checkpoint in complete] == [5]
+
+
 def test_a_flipped_bit_in_any_small_file_is_found(tmp_path):
     for name in ("config.yaml", "trainer.json", "hf/config.json", "manifest.json"):
         folder = tmp_path / name.replace("/", "-") / "step-000003"

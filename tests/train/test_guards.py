@@ -13,8 +13,9 @@ from anchorcontext.config.sections import GuardsSection, SpikeSection
 from anchorcontext.data import WindowRecord, build_folder
 from anchorcontext.errors import UserError
 from anchorcontext.testing import run_distributed
+from anchorcontext.train.checkpoint_files import find_checkpoints
 from anchorcontext.train.consolidate import gather_state_dict
-from anchorcontext.train.guards import Guards
+from anchorcontext.train.guards import DivergedError, Guards
 from anchorcontext.train.loop import Trainer
 from anchorcontext.train.step import GRADIENT_SPIKE, LOSS_SPIKE, NO_TARGETS, NOT_FINITE
 from anchorcontext.train.watchdog import Watchdog
@@ -157,6 +158,29 @@ def test_a_broken_step_is_passed_over_and_written_down_for_replay(tiny):
     names = [d["name"] for d in dump["windows"][0]["documents"]]
     assert names == ["a", "b", "c", "d"][: len(names)] and names
     assert sum(d["tokens"] for d in dump["windows"][0]["documents"]) == 23
+
+
+def breaking(rank, world_size, config):
+    """The weights are lost after step 2."""
+    trainer = Trainer(config)
+    own = trainer.run_step
+
+    def run_step():
+        if trainer.step == 2:
+            with torch.no_grad():
+                for parameter in trainer.job.train_model.parameters():
+                    parameter.fill_(float("nan"))
+        return own()
+
+    trainer.run_step = run_step
+    with pytest.raises(DivergedError, match=r"the last checkpoint is of step 2"):
+        trainer.run()
+    return [c.step for c in find_checkpoints(trainer.checkpoints.folder)[0]]
+
+
+def test_a_run_that_breaks_does_not_displace_the_checkpoints_from_before(tiny):
+    config = tiny(train={"steps": 9}, checkpoint={"every": 1, "keep": 2}, guards={"max_skipped": 3})
+    assert run_distributed(breaking, 1, config) == [[1, 2]]
 
 
 def without_targets(rank, world_size, config):

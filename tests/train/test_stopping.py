@@ -22,6 +22,7 @@ from anchorcontext.train.failure import failing_together
 from anchorcontext.train.loop import Trainer, train
 from anchorcontext.train.retention import disposable, is_due
 from anchorcontext.train.signals import StopSignals
+from anchorcontext.watch.history import read_run
 from anchorcontext.watch.jsonl import read_metrics
 
 STEPS = 6
@@ -47,6 +48,14 @@ def final_weights(config):
 
 def undisturbed(rank, world_size, *configs):
     return [train(config).step for config in configs]
+
+
+def test_a_run_that_is_done_says_so_again(tiny):
+    config = short_run(tiny, "done")
+    run_distributed(undisturbed, 2, config, config)
+    run = read_run(folder(config))
+    assert [(start["step"], start["ended"]) for start in run.starts] == [(0, "done"), (6, "done")]
+    assert run.state == "done" and len(run.records) == STEPS
 
 
 def signalled(rank, world_size, config, number):
