@@ -8,7 +8,8 @@ found on the host from the tiles' corners, so nothing of size N x M is ever made
 more key behind the others, seen by the queries of its tile.
 
 The kernels are compiled once for each bucket of (N, M, m): rows are padded to the next of eight
-sizes an octave, m to a power of two.
+sizes an octave, m to a power of two. torch.compile would give a function up after eight of them and
+FlexAttention then hold every score of the window, so that limit is lifted for its calls.
 
 **Backward.** FlexAttention differentiates its own (out_A, lse_A), while the rest of attention
 needs the gradients of the tiles A under the merged (out, lse). With ``w = exp(lse_A - lse)``, the
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 
 BLOCK = 128
 _STEPS_PER_OCTAVE = 8
+_COMPILED_SHAPES = 1 << 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +131,7 @@ class FlexEngine:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: FlexMask, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """out (N, Hq, D) and lse (N, Hq) of q (N, Hq, D), k and v (M, Hkv, D); differentiable."""
+        import torch._dynamo.config as dynamo_config
         from torch.nn.attention.flex_attention import AuxRequest
 
         padded = (mask.num_queries, mask.num_keys, mask.num_keys)
@@ -136,15 +139,18 @@ class FlexEngine:
             torch.nn.functional.pad(x, (0, 0, 0, 0, 0, rows - len(x))).transpose(0, 1)[None]
             for x, rows in zip((q, k, v), padded, strict=True)
         )
-        out, aux = _compiled()(
-            q_heads,
-            k_heads,
-            v_heads,
-            block_mask=mask.block_mask,
-            scale=scale,
-            enable_gqa=True,
-            return_aux=AuxRequest(lse=True),
-        )
+        with dynamo_config.patch(
+            recompile_limit=_COMPILED_SHAPES, accumulated_recompile_limit=_COMPILED_SHAPES
+        ):
+            out, aux = _compiled()(
+                q_heads,
+                k_heads,
+                v_heads,
+                block_mask=mask.block_mask,
+                scale=scale,
+                enable_gqa=True,
+                return_aux=AuxRequest(lse=True),
+            )
         return out[0].transpose(0, 1)[: len(q)], aux.lse[0].t()[: len(q)]
 
 
@@ -157,9 +163,10 @@ def flex_mask(
 ) -> FlexMask | None:
     """The mask of ``tiles``, and of the anchors as keys behind the others; None when it is empty.
 
-    Made once per tile list, size and device.
+    Made once per tile list, size, device and rows that see an anchor.
     """
-    cache_key = ("flex", device, num_queries, num_keys, anchors is not None)
+    seen = None if anchors is None else (len(anchors.rows), anchors.queries.tobytes())
+    cache_key = ("flex", device, num_queries, num_keys, seen)
     if cache_key not in tiles.cache:
         array, total_keys = tiles.array, num_keys
         if anchors is not None:
@@ -271,4 +278,5 @@ def _with_anchors(
 def _compiled() -> Callable:
     from torch.nn.attention.flex_attention import flex_attention
 
-    return torch.compile(flex_attention, dynamic=False)
+    # A part that cannot be compiled is an error: uncompiled, FlexAttention is dense.
+    return torch.compile(flex_attention, dynamic=False, fullgraph=True)

@@ -6,14 +6,16 @@ engine around it runs on a dense stand-in for the kernel that needs a GPU.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
-from anchorcontext.kernels import SoftmaxState, Tiles, get_engine
+from anchorcontext.kernels import SoftmaxState, Tiles, flex, get_engine
 from anchorcontext.kernels.anchored import (
     AnchorKeys,
     backward_with_anchors_,
@@ -124,6 +126,44 @@ def test_forward_and_backward_merge_into_what_is_there(oracle, tile_list, heads,
     for a, b in zip(*found, strict=True):
         assert torch.equal(a.isfinite(), b.isfinite())
         assert (a - b).nan_to_num(0).abs().max() < 1e-12
+
+
+def test_every_bucket_is_compiled_once_however_many_there_are(oracle, monkeypatch):
+    """Past its limit torch would run FlexAttention uncompiled: dense, without a word."""
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    flex._compiled.cache_clear()
+    torch._dynamo.reset()
+    engine, cpu = FlexEngine(), get_engine("cpu", device=CPU, dtype=torch.float32)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for tokens in (100, 200, 300, 110):
+            half = tokens // 2
+            lists = [[(0, tokens, 0, tokens, 1)], [(0, half, 0, half, 1), (half, tokens, 0, 9, 0)]]
+            for tiles in map(Tiles, lists):  # other documents, the same compilation
+                x = oracle.inputs(tokens, tokens, (2, 1), torch.float32)
+                found, expected = SoftmaxState.empty(x.q), SoftmaxState.empty(x.q)
+                engine.forward(x.q, x.k, x.v, tiles, SCALE, found)
+                cpu.forward(x.q, x.k, x.v, tiles, SCALE, expected)
+                torch.testing.assert_close(found.out, expected.out, rtol=0, atol=1e-5)
+                torch.testing.assert_close(found.lse, expected.lse, rtol=0, atol=1e-5)
+    flex._compiled.cache_clear()
+    assert len(compiled) == 3
+
+
+def test_a_tile_list_serves_different_anchored_rows(oracle):
+    tiles, x = Tiles([(0, 4, 0, 4, 1)]), oracle.inputs(8, 8, (1, 1), torch.float32)
+    rows = torch.stack([x.k[:2], x.v[:2]], 1)
+    masks = [
+        flex_mask(tiles, 8, 8, CPU, AnchorKeys(rows, np.array([[number, 4, stop]])))
+        for number, stop in ((0, 6), (0, 8), (1, 8))
+    ]
+    seen = [shown(mask)[:8, 8:10].sum(0).tolist() for mask in masks]
+    assert seen == [[2, 0], [4, 0], [0, 4]]
 
 
 @pytest.mark.parametrize("rows", [1, 127, 128, 129, 1000, 1025, 65536, 65537, 131072])
