@@ -38,10 +38,11 @@ def broken_rules(config: Config) -> list[Problem]:
         *_windows(config),
         *_train(config),
         *_checkpoint(config),
+        *_evaluate(config),
         *_exchange(config),
         *_backend(config),
-        *contradictions(config),
         *broken_controls(config),
+        *contradictions(config),
     ]
 
 
@@ -150,7 +151,6 @@ def _positions(config: Config) -> Iterator[Problem]:
             )
 
 
-def _data(config: Config) -> Iterator[Problem]:
 def _longest_position(config: Config) -> str:
     anchor, offset = config.attention.anchor.position, config.positions.offset
     if anchor + 1 == config.longest_position:
@@ -159,6 +159,7 @@ def _longest_position(config: Config) -> str:
     return f"positions run to data.window_tokens = {config.data.window_tokens}{shift}"
 
 
+def _data(config: Config) -> Iterator[Problem]:
     data = config.data
     if data.tokenizer is not None and data.train_tokenizer is not None:
         yield Problem(
@@ -280,6 +281,28 @@ def _checkpoint(config: Config) -> Iterator[Problem]:
             f"snapshots {snapshots.apart} steps apart must fit into train.steps = {steps}",
             f"set it to {(steps - 1) // snapshots.apart + 1} or less",
         )
+
+
+def _evaluate(config: Config) -> Iterator[Problem]:
+    evaluate, data = config.evaluate, config.data
+    if evaluate.every is None:
+        return
+    held_out = [task for task in evaluate.tasks if task in ("held_out", "loss_by_position")]
+    if held_out and data.validation_fraction == 0:
+        yield Problem(
+            "data.validation_fraction",
+            0,
+            f"evaluate.tasks = {list(evaluate.tasks)} needs documents that are held out",
+            "raise it, to 0.01 for instance, and prepare again",
+        )
+    for length in evaluate.lengths or ():
+        if length > data.window_tokens:
+            yield Problem(
+                "evaluate.lengths",
+                list(evaluate.lengths or ()),
+                f"must not exceed data.window_tokens = {data.window_tokens}",
+                f"leave {length} out",
+            )
 
 
 def _exchange(config: Config) -> Iterator[Problem]:

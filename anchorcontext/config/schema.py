@@ -64,6 +64,9 @@ class Config(Section):
     guards: sections.GuardsSection = Field(default_factory=sections.GuardsSection)
     """What happens when a step goes wrong."""
 
+    evaluate: sections.EvaluateSection = Field(default_factory=sections.EvaluateSection)
+    """What is measured while training."""
+
     parity: sections.ParitySection = Field(default_factory=sections.ParitySection)
     """The distributed run against a single device."""
 
@@ -111,15 +114,15 @@ class Config(Section):
             raise UserError(str(problem))
         return WorldShape(dp=dp, sp=sp, accumulation=train.windows_per_step // at_a_time)
 
-    def deepspeed_options(self) -> dict[str, Any]:
-        """The ``deepspeed`` section without the options that other keys decide."""
-        return undecided_options(self.deepspeed)
     @property
     def longest_position(self) -> int:
         """How many positions the model must reach: the largest one of a window, and 1."""
         window = self.positions.offset + self.data.window_tokens
         return max(window, self.attention.anchor.position + 1)
 
+    def deepspeed_options(self) -> dict[str, Any]:
+        """The ``deepspeed`` section without the options that other keys decide."""
+        return undecided_options(self.deepspeed)
 
 
 def config_hash(config: Config) -> str:

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
-from ..data.store import WindowDataset
+from ..data.store import WindowDataset, WindowRecord
 from ..errors import UserError
-from ..modes import IGNORE, Mode, get_mode, position_ids
+from ..modes import IGNORE, get_mode, position_ids
 from ..window import Window
-from .probes import NOT_COUNTED, Probe
+from .probes import NOT_COUNTED, Probe, ProbesOnDemand
 from .tally import Tally
 
 
 def held_out_probes(
     dataset: WindowDataset,
     lengths: Sequence[int],
-    *,
-    mode: str | Mode,
-    boundary: str = "mask",
+    view: Callable[[WindowRecord], Window],
     num_windows: int | None = None,
-) -> list[Probe]:
+) -> Sequence[Probe]:
     """The first windows of a split at every context length; group g is ``lengths[g]``.
 
     Args:
         dataset: the validation split.
         lengths: context lengths; the window's own leaves it as it is.
-        mode, boundary: as in training, which this is to be compared with.
+        view: makes windows of records, as in training, which this is to be compared with.
         num_windows: default: all.
 
     Raises:
@@ -46,13 +44,14 @@ def held_out_probes(
                 f"evaluate.lengths to values from 2 to {dataset.window_tokens}"
             )
     count = len(dataset) if num_windows is None else min(num_windows, len(dataset))
-    windows = [dataset[index].window(mode, boundary) for index in range(count)]
-    probes = []
-    for group, length in enumerate(lengths):
-        for window in windows:
-            groups = np.where(window.labels != IGNORE, group, NOT_COUNTED)
-            probes.append(Probe(limit_context(window, length), groups))
-    return probes
+
+    def probe(number: int) -> Probe:
+        group, index = divmod(number, count)
+        window = view(dataset[index])
+        groups = np.where(window.labels != IGNORE, group, NOT_COUNTED)
+        return Probe(limit_context(window, lengths[group]), groups)
+
+    return ProbesOnDemand(count * len(lengths), probe)
 
 
 def held_out_losses(found: Tally, lengths: Sequence[int]) -> dict[int, float | None]:

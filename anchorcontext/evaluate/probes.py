@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 
@@ -22,6 +23,25 @@ class Probe:
 
     def __post_init__(self) -> None:
         assert self.groups.shape == (self.window.num_tokens,), "one group a token"
+
+
+class ProbesOnDemand(Sequence[Probe]):
+    """``count`` probes, each made anew by ``make(number)`` when it is asked for."""
+
+    def __init__(self, count: int, make: Callable[[int], Probe]) -> None:
+        self._numbers, self._make = range(count), make
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    @overload
+    def __getitem__(self, index: int) -> Probe: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Probe]: ...
+    def __getitem__(self, index: int | slice) -> Probe | list[Probe]:
+        if isinstance(index, slice):
+            return [self._make(number) for number in self._numbers[index]]
+        return self._make(self._numbers[index])
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The training loop: steps, records, guards, parity checks, checkpoints, stopping."""
+"""The training loop: steps, records, guards, observers, checkpoints, stopping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from ..config import Config, load_config, save_config
 from ..errors import writing
-from ..parity.check import check_logits
 from ..watch.flops import peak_flops
 from ..watch.metrics import LocalStep, StepMeter, StepRecord, gather_steps, make_record
 from ..watch.profiler import StepProfiler
@@ -25,6 +24,7 @@ from .failure import failing_together
 from .guards import DivergedError, Guards, dump_step
 from .job import Job, peak_dtype, run_folder
 from .launch import Process
+from .observers import Evaluation, Observer, ParityChecks
 from .orphans import stopping_without_launcher
 from .preflight import Preflight, versions
 from .report import TrainReport
@@ -79,7 +79,7 @@ class Trainer:
         )
         self.report.checkpoint = self.resumed_from
         self._failed_in_a_row = 0
-        self._seconds_recorded = 0.0
+        self._recorded = {"checkpoint": 0.0, "evaluation": 0.0}
         with self.control.together("writing the run folder"):
             if self.control.rank == 0:
                 with writing("run.output_dir", config.run.output_dir):
@@ -102,6 +102,9 @@ class Trainer:
             device=self.job.device,
             written=lambda step, path: self.sinks.event("profile", step=step, path=str(path)),
         )
+        self.evaluation = Evaluation(config, self.job, self.sinks)
+        parity = ParityChecks(config, self.job, self.sinks, self.report)
+        self.observers: tuple[Observer, ...] = (self.evaluation, parity)
 
     def run(self) -> TrainReport:
         """Train until ``train.steps`` optimiser steps are done, or until a signal asks to stop.
@@ -114,7 +117,6 @@ class Trainer:
             DivergedError: loss or gradient is not finite, or a spike that stops the run.
             SaveError: checkpoints cannot be written.
         """
-        parity = self.config.parity
         with self.sinks:
             self._note_start()
             if self.step >= self.config.train.steps:
@@ -122,12 +124,12 @@ class Trainer:
                 self.sinks.event("end", step=self.step)
                 return self.report
             try:
-                if parity.at_start:
-                    self.check_parity("before the first step")
+                for observer in self.observers:
+                    observer.before_training(self.step)
                 if self._train():
                     return self.report
-                if parity.at_end:
-                    self.check_parity("after the last step")
+                for observer in self.observers:
+                    observer.after_training(self.step)
             except Exception as error:
                 self.sinks.event("failed", step=self.step, error=f"{type(error).__name__}: {error}")
                 raise
@@ -142,17 +144,19 @@ class Trainer:
 
     def _train(self) -> bool:
         """Step after step; whether a signal ended it early. Every checkpoint due is complete."""
-        total, section, parity = self.config.train.steps, self.config.checkpoint, self.config.parity
+        total, section = self.config.train.steps, self.config.checkpoint
         while self.step < total:
             if self._agree_to_stop():
                 return True
             with self.profiler.step(self.step + 1):
                 self.run_step()
             last = self.step == total
+            for observer in self.observers:
+                observer.after_step(self.step, last)
             if is_due(self.step, total, section, healthy=self.guards.healthy):
                 self._save_when_due(last)
-            if parity.every and self.step % parity.every == 0 and not last:
-                self.check_parity(f"after step {self.step}")
+            for observer in self.observers:
+                observer.after_checkpoint(self.step, last)
         self.profiler.close()
         self._finish_saving(must=section.final)
         return False
@@ -202,42 +206,21 @@ class Trainer:
             windows=windows,
             shape=self.sizes.flops_shape,
             peak_flops=self.peak_flops,
-            seconds_checkpoint=self.checkpoints.seconds - self._seconds_recorded,
+            **self._seconds_between(),
             skip_reason=outcome.skip_reason,
         )
-        self._seconds_recorded = self.checkpoints.seconds
         self.report.add(record)
         if record.skipped or self.step % self.config.train.log_every == 0:
             self.sinks.log(record)
         self._guard(record, ranks, outcome, position)
         return record
 
-    def check_parity(self, when: str) -> None:
-        """Compare the live weights' logits on the next windows with a single device.
-
-        Raises:
-            ParityError: past tolerance.
-        """
-        found = check_logits(
-            self.job.engine,
-            self.job.peek_micro_batches(),
-            self.mesh,
-            self.control,
-            self.config,
-            title=f"logit check {when}",
-            cost=self.job.cost,
-        )
-        logits = found.comparisons[0].logits
-        assert logits is not None, "a logit check compares logits"
-        self.report.add_parity(logits.max_abs)
-        self.sinks.event(
-            "parity",
-            step=self.step,
-            passed=found.passed,
-            largest_logit_difference=logits.max_abs,
-            mean_logit_difference=logits.mean_abs,
-        )
-        found.raise_if_failed()
+    def _seconds_between(self) -> dict[str, float]:
+        """Time since the last record that is in no step, by the fields of a record."""
+        spent = {"checkpoint": self.checkpoints.seconds, "evaluation": self.evaluation.seconds}
+        since = {f"seconds_{part}": spent[part] - self._recorded[part] for part in spent}
+        self._recorded = spent
+        return since
 
     def save(self) -> Path:
         """Write a checkpoint of the steps done so far, and wait until it is complete.

@@ -18,7 +18,7 @@ _FREE = (
     "train.partitioned_init",
     "train.steps",
 )
-_FREE_SECTIONS = ("checkpoint.", "guards.", "parity.", "watch.", "data.")
+_FREE_SECTIONS = ("checkpoint.", "evaluate.", "guards.", "parity.", "watch.", "data.")
 _COUNTS = ("data.shuffle",)
 # How the same numbers are computed: only their rounding changes, which the log says.
 _ROUNDING = (

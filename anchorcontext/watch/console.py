@@ -61,7 +61,14 @@ class ConsoleSink:
     def event(self, name: str, **values: Any) -> None:
         """Show one event as a line; mappings (versions, say) are for the files."""
         told = {key: value for key, value in values.items() if not isinstance(value, Mapping)}
-        text = "  ".join([name, *(f"{key} {value}" for key, value in told.items())])
+        self._say("  ".join([name, *(f"{key} {value}" for key, value in told.items())]))
+
+    def evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Show what was measured as a line."""
+        told = [f"{name} {value:.4g}" for name, value in values.items()]
+        self._say("  ".join([f"evaluation  step {step}", *told, f"({seconds:.1f} s)"]))
+
+    def _say(self, text: str) -> None:
         if self._bar is None:
             self._stream.write(text + "\n")
             self._stream.flush()

@@ -60,6 +60,12 @@ class RunHistory:
         return found
 
     @property
+    def evaluations(self) -> dict[int, dict[str, float]]:
+        """Step -> what was measured after it, by name; of a repeated step the last counts."""
+        found = {e["step"]: e["values"] for e in self.events if e["event"] == "evaluation"}
+        return {step: found[step] for step in sorted(found)}
+
+    @property
     def state(self) -> str:
         """What the last start came to, in words."""
         ended = self.starts[-1]["ended"] if self.starts else "-"

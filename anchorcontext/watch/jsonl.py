@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,10 @@ class JsonlSink:
         if self._superseded:
             values["superseded"], self._superseded = self._superseded, 0
         self._write({"event": name, "time": round(time.time(), 3), **values})
+
+    def evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Append an event ``evaluation``; a repeated step has several, of which the last counts."""
+        self.event("evaluation", step=step, seconds=round(seconds, 3), values=dict(values))
 
     def close(self) -> None:
         """Close the file; further calls raise."""

@@ -100,6 +100,8 @@ class StepRecord:
     """The rest: ranks waiting for the slowest one, guards, gathering of this record."""
     seconds_checkpoint: float = 0.0
     """Training time lost to saving since the last record; not part of ``seconds``."""
+    seconds_evaluation: float = 0.0
+    """Training time spent on evaluation since the last record; not part of ``seconds``."""
     skipped: bool = False
     """True when the step was not applied; ``skip_reason`` says why."""
     skip_reason: str | None = None
@@ -239,6 +241,7 @@ def make_record(
     shape: ModelShape | None = None,
     peak_flops: float | None = None,
     seconds_checkpoint: float = 0.0,
+    seconds_evaluation: float = 0.0,
     skip_reason: str | None = None,
 ) -> StepRecord:
     """The record of one step from the shares of all ranks.
@@ -252,6 +255,7 @@ def make_record(
         shape: what the model's FLOPs depend on; without it FLOPs and MFU are None.
         peak_flops: peak FLOP/s of *one* rank's device; without it MFU is None.
         seconds_checkpoint: training time lost to saving since the last record.
+        seconds_evaluation: training time spent on evaluation since the last record.
         skip_reason: why the step was not applied; None when it was.
     """
     loss_tokens = sum(rank.loss_tokens for rank in ranks)
@@ -295,6 +299,7 @@ def make_record(
         seconds_attention=_mean([rank.seconds_attention for rank in ranks]),
         seconds_other=seconds - sum(parts.values()),
         seconds_checkpoint=seconds_checkpoint,
+        seconds_evaluation=seconds_evaluation,
         skipped=skip_reason is not None,
         skip_reason=skip_reason,
         windows=tuple(int(window) for window in windows),

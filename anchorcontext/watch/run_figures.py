@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -54,6 +54,9 @@ def run_figures(run: RunHistory) -> dict[str, str]:
     """
     panels: dict[str, Callable[[Axes, RunHistory], bool]] = {
         "Loss, nats a target": _loss,
+        "Held-out loss by context length, nats a target": _held_out,
+        "Held-out documents: loss by position": _by_position,
+        "Needles found, by context length": _needles,
         "Gradient norm, before clipping": _gradient,
         "Learning rate": _learning_rate,
         "Tokens/s, whole job": _throughput,
@@ -95,10 +98,11 @@ def _svg(draw: Callable[[Axes, RunHistory], bool], run: RunHistory, title: str) 
         axes = figure.add_subplot()
         if not draw(axes, run):
             return None
-        if run.records:
-            last = max(run.records[-1]["step"], 2)
-            axes.set_xlim(min(run.records[0]["step"], last - 1), last)
-        axes.set_xlabel("step")
+        if not axes.get_xlabel():
+            if run.records:
+                last = max(run.records[-1]["step"], 2)
+                axes.set_xlim(min(run.records[0]["step"], last - 1), last)
+            axes.set_xlabel("step")
         # The page's own font may be wider than the one that the picture was laid out with.
         figure.set_layout_engine("constrained", w_pad=0.1)
         out = io.StringIO()
@@ -160,6 +164,60 @@ def _loss(axes: Axes, run: RunHistory) -> bool:
     found = _curve(axes, run, "loss")
     _marks(axes, run)
     return found
+
+
+def _held_out(axes: Axes, run: RunHistory) -> bool:
+    return _measured(axes, run, "held_out")
+
+
+def _needles(axes: Axes, run: RunHistory) -> bool:
+    axes.set_ylim(-0.03, 1.03)
+    return _measured(axes, run, "niah_single")
+
+
+def _measured(axes: Axes, run: RunHistory, task: str) -> bool:
+    """A curve over the steps for every context length of a task."""
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for step, values in run.evaluations.items():
+        for name, value in values.items():
+            if name.startswith(f"{task}/") and value is not None:
+                curves.setdefault(name.removeprefix(f"{task}/"), []).append((step, value))
+    for index, (length, points) in enumerate(curves.items()):
+        steps, found = zip(*points, strict=True)
+        color = COLORS[index % len(COLORS)]
+        axes.plot(steps, found, ".-", color=color, label=f"{int(length):,}")
+    axes.set_xlabel("step")
+    if curves:
+        _legend(axes, len(curves))
+    return bool(curves)
+
+
+def _by_position(axes: Axes, run: RunHistory) -> bool:
+    """The first and the last evaluation; each loss at the end of its range of positions."""
+    curves = [
+        (step, points)
+        for step, values in run.evaluations.items()
+        if (points := position_points(values))
+    ]
+    for color, (step, points) in enumerate([curves[0], curves[-1]] if curves else []):
+        x, y = zip(*points, strict=True)
+        axes.plot(x, y, "o-", color=COLORS[color], markersize=4, label=f"step {step:,}")
+    axes.set_xlabel("tokens before the target")
+    if curves:
+        axes.set_xscale("log", base=2)
+        _legend(axes, 2)
+    return bool(curves)
+
+
+def position_points(values: Mapping[str, float | None]) -> list[tuple[int, float]]:
+    """(end of the range, loss) of ``loss_by_position/START-STOP`` among measured values."""
+    name = "loss_by_position/"
+    found = [
+        (int(key.rpartition("-")[2]), value)
+        for key, value in values.items()
+        if key.startswith(name) and value is not None
+    ]
+    return sorted(found)
 
 
 def _gradient(axes: Axes, run: RunHistory) -> bool:

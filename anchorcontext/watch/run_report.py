@@ -125,7 +125,8 @@ def _seconds(run: RunHistory) -> list[str]:
     ]
     note = (
         "compute: forward and backward. exchange: waiting for rows of other ranks. other: waiting "
-        "for the slowest rank, guards, this record. Means over ranks; saving comes on top."
+        "for the slowest rank, guards, this record. Means over ranks; saving and evaluation come "
+        "on top."
     )
     head = ("part", "all steps", "a step", "share")
     return [_table(rows, head), f'<p class="soft">{note}</p>']

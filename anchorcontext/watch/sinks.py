@@ -27,6 +27,8 @@ class Sink(Protocol):
 
     def event(self, name: str, **values: Any) -> None: ...
 
+    def evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None: ...
+
     def close(self) -> None: ...
 
 
@@ -49,6 +51,10 @@ class Sinks:
     def event(self, name: str, **values: Any) -> None:
         """Write an event (a save, a resume, a parity check) with its values everywhere."""
         self._each(lambda sink: sink.event(name, **values))
+
+    def evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Write what was measured on the weights after ``step`` steps, by name, everywhere."""
+        self._each(lambda sink: sink.evaluation(step, values, seconds))
 
     def close(self) -> None:
         """Close every sink."""

@@ -37,6 +37,12 @@ class RunSummary:
     """What the plans said it would be; None where a step does not hold it."""
     seconds_saving: float
     """Training time lost to checkpoints."""
+    seconds_evaluation: float
+    """Training time spent on evaluation."""
+    evaluated_step: int | None
+    """Of the last evaluation."""
+    evaluation: dict[str, float]
+    """What it measured, by name."""
     attention_balance: float | None
     """Mean over steps of the busiest rank's attention pairs over the mean rank's."""
     parity_checks: int
@@ -61,6 +67,7 @@ def summarize(run_dir: str | Path) -> RunSummary:
     records, events = read_metrics(path)
     applied = [record for record in records if record.get("loss") is not None]
     checks = [event for event in events if event["event"] == "parity"]
+    evaluations = [event for event in events if event["event"] == "evaluation"]
     return RunSummary(
         run_dir=run_dir,
         steps=records[-1]["step"] if records else 0,
@@ -74,6 +81,9 @@ def summarize(run_dir: str | Path) -> RunSummary:
         bytes_sent=sum(record["bytes_sent"] for record in records),
         bytes_predicted=_total(records, "bytes_predicted"),
         seconds_saving=sum(_values(records, "seconds_checkpoint")),
+        seconds_evaluation=sum(event["seconds"] for event in evaluations),
+        evaluated_step=evaluations[-1]["step"] if evaluations else None,
+        evaluation=evaluations[-1]["values"] if evaluations else {},
         attention_balance=_mean(records, "attention_balance"),
         parity_checks=len(checks),
         parity_failures=sum(not check["passed"] for check in checks),
@@ -106,6 +116,17 @@ def summary_rows(found: RunSummary) -> list[tuple[str, str]]:
             f"checks, {found.parity_failures} failed",
         ),
         ("lost to saving", f"{found.seconds_saving:,.1f} s"),
+        *_evaluation_rows(found),
+    ]
+
+
+def _evaluation_rows(found: RunSummary) -> list[tuple[str, str]]:
+    if found.evaluated_step is None:
+        return []
+    values = ", ".join(f"{name} {value:.4g}" for name, value in found.evaluation.items())
+    return [
+        (f"evaluated, step {found.evaluated_step:,}", values),
+        ("spent on evaluation", f"{found.seconds_evaluation:,.1f} s"),
     ]
 
 

@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 _NETWORK_TIMEOUT_SECONDS = 3.0
 _INIT_TIMEOUT_SECONDS = 30.0
 _FINISH_TIMEOUT_SECONDS = 120.0
+
+EVALUATION = "evaluation"
+"""In front of the names of what is measured between steps."""
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 
@@ -100,6 +104,12 @@ class WandbSink:
         """Events have no step of their own: the last one is shown in the run's summary."""
         self._run.summary[f"event/{name}"] = redact(values)
 
+    def evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Log what was measured after ``step`` steps, beside that step's record."""
+        if step < self._state["last_step"]:
+            return
+        self._run.log({f"{EVALUATION}/{name}": value for name, value in values.items()}, step=step)
+
     def close(self) -> None:
         """Finish the run; waits until what was logged is written or sent."""
         self._run.finish()
@@ -139,6 +149,11 @@ class TensorBoardSink:
         self._writer.add_text(
             f"event/{name}", json.dumps(redact(values), default=str), self._last_step
         )
+
+    def evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
+        """Write what was measured after ``step`` steps."""
+        for name, value in values.items():
+            self._writer.add_scalar(f"{EVALUATION}/{name}", value, step)
 
     def close(self) -> None:
         """Flush and close the event file."""

@@ -21,9 +21,10 @@ def training_windows(rng):
         )
 
 
-def held_out_texts(seed=1):
+@pytest.fixture(scope="session")
+def held_out_texts():
     """Document number -> token ids, int64."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     return {number: rng.integers(1, VOCAB, tokens) for number, tokens in DOCUMENTS.items()}
 
 
@@ -43,7 +44,7 @@ def held_out_windows(texts):
 
 
 @pytest.fixture(scope="session")
-def prepared(tmp_path_factory):
+def prepared(tmp_path_factory, held_out_texts):
     """6 windows of 64 tokens to train on; 4 held-out ones, the last of 63 tokens or fewer."""
     path = tmp_path_factory.mktemp("prepared") / "windows"
     names = [f"d{number}" for number in range(9)]
@@ -51,7 +52,7 @@ def prepared(tmp_path_factory):
     with build_folder(path) as builder:
         builder.write_documents([(["s"] * 9, names, sizes)])
         builder.write_windows(training_windows(np.random.default_rng(0)))
-        builder.write_windows(held_out_windows(held_out_texts()), VALIDATION)
+        builder.write_windows(held_out_windows(held_out_texts), VALIDATION)
         builder.write_meta(
             {"anchor_id": 0, "vocab_size": VOCAB, "window_tokens": LENGTH, "num_documents": 9}
         )

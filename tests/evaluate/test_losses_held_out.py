@@ -29,6 +29,10 @@ def model_of(config):
     return build_model(config.model, window_tokens=64, seed=0, vocab_size=128, probe=False)
 
 
+def anchored(record):
+    return record.window("anchor")
+
+
 def stock_losses(model, window, mask, positions):
     """(L,) loss of each token's own target; 0 without one."""
     bias = torch.zeros(mask.shape).masked_fill(~mask, -1e30)[None, None]
@@ -61,7 +65,7 @@ def cut_mask(documents, length, anchor):
 def test_equal_to_a_stock_model_that_sees_so_much(prepared, tiny, mode):
     dataset = WindowDataset(prepared, "validation")
     model = model_of(tiny())
-    probes = held_out_probes(dataset, LENGTHS, mode=mode)
+    probes = held_out_probes(dataset, LENGTHS, lambda record: record.window(mode))
     found = tally(TrainModel(model), probes, 3, build_mesh(1), CPU, {})
     model.set_attn_implementation("sdpa")
     for group, length in enumerate(LENGTHS):
@@ -122,7 +126,7 @@ def test_lengths_that_windows_do_not_have_are_refused(prepared):
     dataset = WindowDataset(prepared, "validation")
     for length in (1, 65):
         with pytest.raises(UserError, match=rf"context of {length} tokens.* from 2 to 64"):
-            held_out_probes(dataset, [length], mode="anchor")
+            held_out_probes(dataset, [length], anchored)
 
 
 def everywhere(rank, world_size, sp, config):
@@ -138,7 +142,7 @@ def everywhere(rank, world_size, sp, config):
         model.loss_of.train()
         model.causal_lm.get_decoder().layers[0].eval()
         for count in (1, 3, 4):
-            probes = held_out_probes(dataset, LENGTHS, mode="anchor", num_windows=count)
+            probes = held_out_probes(dataset, LENGTHS, anchored, count)
             before = torch.get_rng_state(), random.getstate()
             sums = tally(model, probes, 3, mesh, CPU, options)
             after = torch.get_rng_state(), random.getstate()

@@ -21,6 +21,7 @@ from anchorcontext.config.sections.data import (
     TrainTokenizerSection,
     UpsampleSection,
 )
+from anchorcontext.config.sections.evaluating import EvaluateSection
 from anchorcontext.config.sections.model import ModelSection, RopeSection
 from anchorcontext.config.sections.training import (
     CheckpointSection,
@@ -40,10 +41,11 @@ from anchorcontext.config.sections.watching import (
 )
 
 __all__ = [
-    "AttentionSection",
     "AnchorSection",
+    "AttentionSection",
     "CheckpointSection",
     "DataSection",
+    "EvaluateSection",
     "GuardsSection",
     "InterleaveSection",
     "LossSection",
@@ -52,10 +54,10 @@ __all__ = [
     "PackingSection",
     "ParallelSection",
     "ParitySection",
-    "ProfileSection",
-    "RopeSection",
     "PositionsSection",
     "PrecisionSection",
+    "ProfileSection",
+    "RopeSection",
     "RunSection",
     "ScheduleSection",
     "SnapshotsSection",
