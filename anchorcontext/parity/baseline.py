@@ -22,9 +22,10 @@ from transformers.utils import logging as transformers_logging
 from ..config.sections import AttentionSection
 from ..model import TrainModel, enable
 from ..model.precision import set_precision
-from ..modes import IGNORE, visible
+from ..modes import IGNORE
 from ..parallel import make_plan, shard
 from ..window import Window
+from .oracle import expected_mask, expected_positions
 
 # Tokens whose logits are held in fp64 at once.
 ORACLE_ROWS = 128
@@ -81,10 +82,11 @@ class _Gradients:
 
 
 class StockBaseline:
-    """Stock transformers (its ``sdpa`` attention) with an additive L x L mask from the mode.
+    """Stock transformers (its ``sdpa`` attention) with an additive L x L mask (:mod:`.oracle`).
 
-    Holds all logits of a window and their gradient: for ``parity.stock_tokens`` tokens, not for
-    training lengths.
+    It rounds as stock does, whatever ``attention.precision`` says: a run that rounds less is judged
+    by the same multiple of stock's distance to fp32. Holds all logits of a window and their
+    gradient: for ``parity.stock_tokens`` tokens, not for training lengths.
 
     Args:
         like: the enabled model; only its class and config are read.
@@ -107,14 +109,14 @@ class StockBaseline:
     def run(self, window: Window, scale: float | None) -> BaselineRun:
         """See :class:`Baseline`."""
         device, dtype = self._model.device, self._model.dtype
-        mask = torch.from_numpy(visible(window.mode, window.doc_ids)).to(device)
+        mask = torch.from_numpy(expected_mask(window)).to(device)
         # A boolean mask would be *added* by the eager attention of transformers.
         additive = torch.zeros(mask.shape, dtype=dtype, device=device)
         additive.masked_fill_(~mask, torch.finfo(dtype).min)
         with torch.set_grad_enabled(scale is not None):
             logits = self._model(
                 input_ids=_row(window.input_ids, device),
-                position_ids=_row(window.position_ids, device),
+                position_ids=_row(expected_positions(window), device),
                 attention_mask=additive[None, None],
                 use_cache=False,
             ).logits[0]
