@@ -1,10 +1,11 @@
 """``make gpu-check``: everything that only a GPU can show, in one script without downloads.
 
 It needs torch, triton, numpy and transformers, and the package's own files; no DeepSpeed, no
-flash-attn. In order: what is installed; every engine against fp64; speed of forward and backward by
-mode and length; a few training steps of a tiny model against stock transformers. An engine that
+flash-attn. In order: what is installed; every engine against fp64; a few training steps of a tiny
+model against stock transformers; speed of forward and backward by mode and length. An engine that
 fails is reported and left out of what follows; the rest goes on. Results are written as JSON and
-Markdown as soon as a part is done, so that a run cut short leaves what it has.
+Markdown after each step, so that a run cut short leaves what it has; steps for which the time did
+not suffice are named.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import datetime
 import importlib.metadata
 import json
+import math
 import sys
 import time
 import traceback
@@ -28,12 +30,17 @@ from anchorcontext.kernels import engine_report
 
 from . import kernels, numerics
 from .markdown import markdown_table
+from .numerics import QUANTITIES
 
-# One H200 needs about 3 minutes for these; docs/kernels.md says what it measured.
-FULL = {"numerics": (1024, 4096, 16384), "speed": (16384, 65536, 131072)}
-QUICK = {"numerics": (300,), "speed": (1024,)}
+# Every length and dtype costs compilations (flex: two for each length and mode), which take more of
+# the minutes than the sums do: only bf16, what is trained in, is checked at all lengths.
+FULL = {"numerics": (1024, 4096, 16384), "others": (1024,), "speed": (16384, 65536, 131072)}
+QUICK = {"numerics": (300,), "others": (300,), "speed": (1024,)}
+MINUTES = 7.0
+"""No step starts later than this."""
 ERROR_LIMITS = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-5}
-"""Largest relative error of outputs and gradients: a few roundings of the dtype."""
+"""Largest relative error of outputs and gradients, and largest error of the LSE: a few roundings of
+the dtype."""
 TRAINING_LIMITS = {"bfloat16": 3e-2, "float32": 1e-4}
 
 
@@ -44,37 +51,55 @@ class Check:
     folder: Path
     device: torch.device
     setting: dict[str, str]
+    deadline: float = math.inf
+    """`time.perf_counter` after which no step starts."""
     failures: list[str] = field(default_factory=list)
+    late: list[str] = field(default_factory=list)
+    """Steps for which the time did not suffice."""
     parts: dict[str, Any] = field(default_factory=dict)
-    sections: list[str] = field(default_factory=list)
+    sections: dict[str, str] = field(default_factory=dict)
 
     def attempt(self, what: str, compute: Callable[[], Any]) -> Any:
-        """What ``compute`` returns; None, and a failure on record, when it raises."""
+        """What ``compute`` returns; None, and a line on record, when it raises or time is up."""
         started = time.perf_counter()
+        if started > self.deadline:
+            self.late.append(what)
+            return None
         try:
             found = compute()
         except Exception as error:  # whatever a kernel's compiler or the driver throws
-            traceback.print_exc()
-            first = str(error).strip().splitlines()[:1]
-            self.failures.append(f"{what}: {type(error).__name__}: {' '.join(first)}")
+            self.fail(what, error)
             return None
         _say(f"{what}: {time.perf_counter() - started:.1f} s")
         return found
 
-    def record(self, name: str, results: Any, section: str) -> None:
-        """Keep a part's results and write everything there is."""
-        self.parts[name] = results
-        self.sections.append(section)
+    def fail(self, what: str, error: Exception) -> None:
+        """Put the failure of a step on record."""
+        traceback.print_exception(error)
+        first = str(error).strip().splitlines()[:1]
+        self.failures.append(f"{what}: {type(error).__name__}: {' '.join(first)}")
+
+    def record(self, name: str, results: Sequence[Any], section: str) -> None:
+        """Keep a part's results (data classes) so far and write everything there is."""
+        self.parts[name] = [_without_nan(asdict(result)) for result in results]
+        self.sections[name] = section
         self.write()
 
     def write(self) -> None:
         """gpu_check.json and gpu_check.md."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        whole = {"setting": self.setting, "failures": self.failures, **self.parts}
+        whole = {
+            "setting": self.setting,
+            "failures": self.failures,
+            "not_reached": self.late,
+            **self.parts,
+        }
         (self.folder / "gpu_check.json").write_text(json.dumps(whole, indent=2) + "\n")
         lines = [f"{name} {value}" for name, value in self.setting.items()]
-        failed = [f"- failed: {failure}" for failure in self.failures]
-        page = "\n\n".join(["# GPU check", ", ".join(lines) + ".", *failed, *self.sections])
+        notes = [f"- failed: {failure}" for failure in self.failures]
+        notes += [f"- not run, the time was up: {step}" for step in self.late]
+        sections = self.sections.values()
+        page = "\n\n".join(["# GPU check", ", ".join(lines) + ".", *notes, *sections])
         (self.folder / "gpu_check.md").write_text(page + "\n")
 
 
@@ -84,19 +109,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/gpu_check"), help="folder written")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="no step starts later")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         _say("gpu-check: no CUDA device here; nothing was checked")
         return 2
     device = torch.device(options.device)
-    check = Check(options.out, device, _setting(device))
+    deadline = time.perf_counter() + 60 * options.minutes
+    check = Check(options.out, device, _setting(device), deadline)
     sizes = QUICK if options.quick else FULL
-    engines = _sound_engines(check, sizes["numerics"])
-    _speed(check, sizes["speed"], engines, quick=options.quick)
+    engines = _sound_engines(check, sizes["numerics"], sizes["others"])
     _training(check)
+    _speed(check, sizes["speed"], engines, quick=options.quick)
     check.write()
     for failure in check.failures:
         _say(f"FAILED {failure}")
+    for step in check.late:
+        _say(f"not run, the time was up: {step}")
     _say(f"written to {options.out}")
     return 1 if check.failures else 0
 
@@ -117,51 +146,86 @@ def _setting(device: torch.device) -> dict[str, str]:
     return {"device": name, "date": str(datetime.date.today()), **versions}
 
 
-def _sound_engines(check: Check, lengths: Sequence[int]) -> dict[str, list[str]]:
-    """Engines by dtype whose errors against fp64 stay within the limits."""
+def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
+    """What was not measured as null: JSON has no NaN."""
+    return {
+        name: None if isinstance(value, float) and math.isnan(value) else value
+        for name, value in values.items()
+    }
+
+
+def _sound_engines(
+    check: Check, lengths: Sequence[int], lengths_of_others: Sequence[int]
+) -> dict[str, list[str]]:
+    """Engines by dtype whose errors against fp64 stay within the limits; the second lengths are
+    those of dtypes other than bf16."""
     results: list[numerics.EngineErrors] = []
     sound: dict[str, list[str]] = {}
     skipped: list[tuple[str, str, str]] = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         short = str(dtype).removeprefix("torch.")
+        exact_results: dict = {}
         for name, reason in engine_report(check.device, dtype).items():
             if reason is not None:
                 skipped.append((name, short, reason))
                 continue
             found = check.attempt(
                 f"errors of {name} in {short}",
-                partial(_errors, check.device, lengths, dtype, name),
+                partial(
+                    _errors,
+                    check.device,
+                    lengths if dtype == torch.bfloat16 else lengths_of_others,
+                    dtype,
+                    name,
+                    exact_results,
+                ),
             )
             if found is None:
                 continue
             # torch's own call comes with every engine; one line of it is enough.
             known = {(r.engine, r.mode, r.tokens, r.dtype) for r in results}
             results += [r for r in found if (r.engine, r.mode, r.tokens, r.dtype) not in known]
-            worst = max(
-                (getattr(r, quantity) for r in found if r.engine == name
-                 for quantity in ("out", "dq", "dk", "dv")), default=0.0,
-            )  # fmt: skip
+            worst = _worst(found, name)
             if worst <= ERROR_LIMITS[short]:
                 sound.setdefault(short, []).append(name)
             else:
                 check.failures.append(
                     f"{name} in {short}: error {worst:.1e} above {ERROR_LIMITS[short]:.0e}"
                 )
+            _record_errors(check, results, skipped)
+    _record_errors(check, results, skipped)
+    return sound
+
+
+def _record_errors(
+    check: Check,
+    results: Sequence[numerics.EngineErrors],
+    skipped: Sequence[tuple[str, str, str]],
+) -> None:
     tables = [
         markdown_table(numerics.HEADERS, numerics.table_rows(results)),
         markdown_table(("engine", "dtype", "not run, because"), skipped),
     ]
-    check.record(
-        "numerics", [asdict(r) for r in results], "\n\n".join(["## Errors against fp64", *tables])
-    )
-    return sound
+    check.record("numerics", results, "\n\n".join(["## Errors against fp64", *tables]))
+
+
+def _worst(found: Sequence[numerics.EngineErrors], name: str) -> float:
+    """The engine's largest error; infinite where one is not a number."""
+    errors = [getattr(r, quantity) for r in found if r.engine == name for quantity in QUANTITIES]
+    return max((math.inf if math.isnan(error) else error for error in errors), default=math.inf)
 
 
 def _errors(
-    device: torch.device, lengths: Sequence[int], dtype: torch.dtype, name: str
+    device: torch.device, lengths: Sequence[int], dtype: torch.dtype, name: str, exact_results: dict
 ) -> list[numerics.EngineErrors]:
     found = numerics.bench_numerics(
-        lengths=lengths, dtypes=[dtype], device=device, heads=(4, 2), head_dim=128, engines=[name]
+        lengths=lengths,
+        dtypes=[dtype],
+        device=device,
+        heads=(4, 2),
+        head_dim=128,
+        engines=[name],
+        exact_results=exact_results,
     )
     return list(found)
 
@@ -174,8 +238,9 @@ def _speed(
     results: list[kernels.KernelSpeed] = []
     for tokens in lengths:
         for mode in kernels.MODES:
+            what = f"speed in mode {mode} at {tokens:,} tokens"
             found = check.attempt(
-                f"speed in mode {mode} at {tokens:,} tokens",
+                what,
                 partial(
                     kernels.bench_kernels,
                     lengths=[tokens],
@@ -185,11 +250,12 @@ def _speed(
                     head_dim=128,
                     modes=[mode],
                     engines=names,
+                    failed=lambda name, error, what=what: check.fail(f"{what}: {name}", error),
                 ),
             )
             results += found or []
-    table = markdown_table(kernels.HEADERS, kernels.table_rows(results))
-    check.record("speed", [asdict(r) for r in results], f"## Speed in bf16\n\n{table}")
+            table = markdown_table(kernels.HEADERS, kernels.table_rows(results))
+            check.record("speed", results, f"## Speed in bf16\n\n{table}")
 
 
 @dataclass(frozen=True)
@@ -222,7 +288,7 @@ def _training(check: Check) -> None:
     table = markdown_table(("dtype", "engine", "steps", "loss", "change of the weights"), rows)
     check.record(
         "training",
-        [asdict(r) for r in results],
+        results,
         f"## A tiny LLaMA beside stock transformers, relative differences\n\n{table}",
     )
 

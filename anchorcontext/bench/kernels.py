@@ -70,8 +70,11 @@ def bench_kernels(
     engines: Sequence[str] | None = None,
     repeats: int = 3,
     seed: int = 0,
+    failed: Callable[[str, Exception], None] | None = None,
 ) -> list[KernelSpeed]:
     """Time every engine that can serve (or those named) and torch's own calls, in turn.
+
+    With ``failed``, a contestant that raises is left out and ``failed`` gets its name and error.
 
     Raises:
         UserError: an engine named cannot serve, or there is no such mix.
@@ -84,7 +87,7 @@ def bench_kernels(
                 dtype=dtype, device=device, seed=seed,
             )  # fmt: skip
             contestants = _contestants(attention, mode, engines)
-            seconds = _time_in_turn(contestants, device, repeats)
+            seconds = _time_in_turn(contestants, device, repeats, failed)
             whole = {name: sum(parts) for name, parts in seconds.items()}
             results += [
                 KernelSpeed(
@@ -94,9 +97,9 @@ def bench_kernels(
                     name,
                     attention.flops / 1e9,
                     *seconds[name],
-                    over_yardstick=whole[YARDSTICK] / whole[name],
+                    over_yardstick=whole.get(YARDSTICK, math.nan) / whole[name],
                 )
-                for name in contestants
+                for name in seconds
             ]
     return results
 
@@ -145,21 +148,35 @@ def _torch_forward(attention: Attention, lengths: Sequence[int]) -> Callable[[],
 
 
 def _time_in_turn(
-    contestants: dict[str, Contestant], device: torch.device, repeats: int
+    contestants: dict[str, Contestant],
+    device: torch.device,
+    repeats: int,
+    failed: Callable[[str, Exception], None] | None = None,
 ) -> dict[str, tuple[float, float]]:
     """The fastest forward and backward of each; one round first to compile and tune."""
     best = dict.fromkeys(contestants, (math.inf, math.inf))
     for turn in range(repeats + 1):
-        for name, forward in contestants.items():
-            started = _now(device)
-            backward = forward()
-            between = _now(device)
-            backward()
-            ended = _now(device)
+        for name in list(best):
+            try:
+                times = _time(contestants[name], device)
+            except Exception as error:  # whatever a kernel's compiler or the driver throws
+                if failed is None:
+                    raise
+                del best[name]
+                failed(name, error)
+                continue
             if turn:
-                times = between - started, ended - between
                 best[name] = min(best[name][0], times[0]), min(best[name][1], times[1])
     return best
+
+
+def _time(forward: Contestant, device: torch.device) -> tuple[float, float]:
+    """Seconds of one forward and of its backward."""
+    started = _now(device)
+    backward = forward()
+    between = _now(device)
+    backward()
+    return between - started, _now(device) - between
 
 
 def _now(device: torch.device) -> float:

@@ -4,6 +4,7 @@ wrong engine, and writes what it has."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from anchorcontext.bench import gpu_check
 from anchorcontext.bench.attention import Attention
 from anchorcontext.bench.kernels import YARDSTICK, bench_kernels
 from anchorcontext.bench.numerics import TORCH, bench_numerics
+from anchorcontext.kernels.cpu import CpuEngine
 
 CPU = torch.device("cpu")
 # What a machine with a GPU and no installation of ours need not have.
@@ -36,7 +38,7 @@ def test_runs_without_our_dependencies(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert report["failures"] == []
+    assert report["failures"] == report["not_reached"] == []
     assert {r["engine"] for r in report["numerics"]} == {"cpu", "reference", TORCH}
     assert {r["mode"] for r in report["speed"]} == {"full", "intra_doc", "anchor"}
     assert [r["dtype"] for r in report["training"]] == ["float32", "bfloat16"]
@@ -50,8 +52,9 @@ def test_a_wrong_and_a_broken_engine_are_failures(tmp_path, monkeypatch):
     def faulty(*, engines, **options):
         if engines == ["reference"]:
             raise RuntimeError("no kernel image\nis available")
+        wrong = {"float16": {"dk": 0.5}, "float32": {"dq": math.nan}}
         return (
-            replace(result, dk=0.5) if result.dtype == "float16" else result
+            replace(result, **wrong.get(result.dtype, {}))
             for result in real(engines=engines, **options)
         )
 
@@ -60,8 +63,30 @@ def test_a_wrong_and_a_broken_engine_are_failures(tmp_path, monkeypatch):
     assert gpu_check.main([*QUICK, "--out", str(tmp_path)]) == 1
     failures = json.loads((tmp_path / "gpu_check.json").read_text())["failures"]
     assert "cpu in float16: error 5.0e-01 above 2e-03" in failures
+    assert "cpu in float32: error inf above 1e-05" in failures
     assert "errors of reference in bfloat16: RuntimeError: no kernel image" in failures
-    assert len(failures) == 4
+    assert len(failures) == 5
+
+
+def test_an_engine_that_breaks_while_timed_takes_no_other_along(tmp_path, monkeypatch):
+    def broken(self, *args):
+        raise RuntimeError("out of resources")
+
+    monkeypatch.setattr(gpu_check.kernels, "engine_report", lambda *args: {})
+    monkeypatch.setattr(CpuEngine, "backward", broken)
+    check = gpu_check.Check(tmp_path, CPU, {})
+    gpu_check._speed(check, [300], {"bfloat16": ["cpu"]}, quick=True)
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert len(report["failures"]) == 3 and "cpu: RuntimeError: out of res" in report["failures"][0]
+    assert [r["contestant"] for r in report["speed"]].count(YARDSTICK) == 3
+
+
+def test_steps_that_come_too_late_are_named(tmp_path):
+    assert gpu_check.main([*QUICK, "--minutes", "0", "--out", str(tmp_path)]) == 0
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert "errors of cpu in bfloat16" in report["not_reached"]
+    assert "training in float32" in report["not_reached"]
+    assert "not run, the time was up: training in" in (tmp_path / "gpu_check.md").read_text()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
