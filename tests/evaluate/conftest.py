@@ -6,6 +6,8 @@ import pytest
 from anchorcontext.config import parse_config
 from anchorcontext.data import WindowRecord, build_folder
 from anchorcontext.data.store import VALIDATION
+from anchorcontext.data.tokenizer import train_tokenizer
+from anchorcontext.evaluate.needles import NAMES, NEEDLE, QUESTION
 
 VOCAB, LENGTH = 128, 64
 DOCUMENTS = {4: 90, 5: 30, 6: 71, 7: 40, 8: 20}
@@ -43,9 +45,16 @@ def held_out_windows(texts):
         )
 
 
+def needle_tokenizer():
+    """A tokenizer of few tokens a prompt: it knows all words of a needle and its question."""
+    texts = [(NEEDLE + QUESTION).format(name=name, number=1234567) for name in NAMES]
+    return train_tokenizer(texts * 9, 420)
+
+
 @pytest.fixture(scope="session")
 def prepared(tmp_path_factory, held_out_texts):
-    """6 windows of 64 tokens to train on; 4 held-out ones, the last of 63 tokens or fewer."""
+    """6 windows of 64 tokens to train on; 4 held-out ones, the last of 63 tokens; a tokenizer."""
+    tokenizer = needle_tokenizer()
     path = tmp_path_factory.mktemp("prepared") / "windows"
     names = [f"d{number}" for number in range(9)]
     sizes = np.array([9, 9, 9, 9, *DOCUMENTS.values()])
@@ -54,8 +63,14 @@ def prepared(tmp_path_factory, held_out_texts):
         builder.write_windows(training_windows(np.random.default_rng(0)))
         builder.write_windows(held_out_windows(held_out_texts), VALIDATION)
         builder.write_meta(
-            {"anchor_id": 0, "vocab_size": VOCAB, "window_tokens": LENGTH, "num_documents": 9}
+            {
+                "anchor_id": 0,
+                "vocab_size": len(tokenizer),
+                "window_tokens": LENGTH,
+                "num_documents": 9,
+            }
         )
+        tokenizer.save_pretrained(builder.folder / "tokenizer")
     return path
 
 

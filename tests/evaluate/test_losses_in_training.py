@@ -16,7 +16,14 @@ from anchorcontext.watch.jsonl import read_metrics
 from anchorcontext.watch.run_figures import run_figures
 from anchorcontext.watch.summary import summarize, summary_rows
 
-LENGTHS = [8, 64]
+LENGTHS = [60, 64]
+FIGURES = [
+    "held_out/60",
+    "held_out/64",
+    "loss_by_position/0-64",
+    "niah_single/60",
+    "niah_single/64",
+]
 
 
 def draws_when_evaluated(module, arguments):
@@ -49,7 +56,8 @@ def evaluated(config):
 
 
 def settings(tiny, name, stage=1, sp=1, **evaluate):
-    section = {"every": 3, "lengths": LENGTHS, "windows": 3, **evaluate}
+    tasks = ["held_out", "loss_by_position", "niah_single"]
+    section = {"every": 3, "tasks": tasks, "lengths": LENGTHS, "windows": 3, **evaluate}
     return tiny(
         run={"name": name},
         data={"validation_fraction": 0.1},
@@ -86,7 +94,8 @@ def test_a_run_with_evaluation_is_the_run_without_it_bit_for_bit(tiny):
         spent = sum(event["seconds"] for event in events[:-1])
         assert sum(r["seconds_evaluation"] for r in records) == pytest.approx(spent, abs=0.01)
         for event in events:
-            assert list(event["values"]) == [f"held_out/{length}" for length in LENGTHS]
+            assert list(event["values"]) == FIGURES
+            assert event["values"]["niah_single/60"] in [n / 10 for n in range(11)]
     # ZeRO-3 over two ranks of a window measures what ZeRO-1 over two windows does.
     first, second = (evaluated(configs[i])[1][0]["values"] for i in (1, 3))
     assert first == pytest.approx(second, rel=1e-6)
@@ -104,9 +113,12 @@ def test_a_resumed_run_evaluates_at_the_same_steps_and_every_sink_has_the_values
     assert all(values[event["step"]] == event["values"] for event in expected)
 
     folder = Path(longer.run.output_dir) / "resumed"
-    assert run_figures(read_run(folder))["Held-out loss by context length, nats a target"]
+    figures = run_figures(read_run(folder))
+    assert figures["Held-out loss by context length, nats a target"]
+    assert figures["Held-out documents: loss by position"]
+    assert figures["Needles found, by context length"]
     rows = dict(summary_rows(summarize(folder)))
-    assert rows["evaluated, step 7"].startswith("held_out/8 ")
+    assert rows["evaluated, step 7"].startswith("held_out/60 ")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     board = EventAccumulator(str(folder / "tensorboard")).Reload()
