@@ -250,12 +250,16 @@ def _speed(
                     head_dim=128,
                     modes=[mode],
                     engines=names,
-                    failed=lambda name, error, what=what: check.fail(f"{what}: {name}", error),
+                    failed=partial(_contestant_failed, check, what),
                 ),
             )
             results += found or []
             table = markdown_table(kernels.HEADERS, kernels.table_rows(results))
             check.record("speed", results, f"## Speed in bf16\n\n{table}")
+
+
+def _contestant_failed(check: Check, what: str, name: str, error: Exception) -> None:
+    check.fail(f"{what}: {name}", error)
 
 
 @dataclass(frozen=True)
