@@ -102,10 +102,8 @@ def check_disk(config: Config, ranks: Ranks, size: int) -> None:
         missing = max(1, 2 - len(list((folder / "checkpoints").glob("step-*[0-9]"))))
         free = shutil.disk_usage(folder).free
         if free < missing * size:
-            problem = (
-                f"{folder} has {_gib(free)} free, {missing} more checkpoint"
-                f"{'s' if missing > 1 else ''} need {_gib(missing * size)}"
-            )
+            more = "1 more checkpoint needs" if missing == 1 else "2 more checkpoints need"
+            problem = f"{folder} has {_gib(free)} free, {more} {_gib(missing * size)}"
     ranks.refuse(problem, "make room, or set run.output_dir to a larger disk")
 
 
@@ -179,4 +177,4 @@ def _number(path: str) -> int | None:
 
 
 def _gib(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB"
+    return f"{size / GIB:,.1f} GiB" if size >= GIB or not size else f"{size / 2**20:,.1f} MiB"

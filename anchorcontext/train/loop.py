@@ -239,7 +239,7 @@ class Trainer:
         try:
             self._begin_saving()
         except SaveError as error:
-            self._failed_save(error, must=last)
+            self._failed_save(error, self.step, must=last)
             return
         if last or not self.config.checkpoint.background:
             self._finish_saving(must=last)
@@ -260,7 +260,7 @@ class Trainer:
         try:
             path = self.checkpoints.finish()
         except SaveError as error:
-            self._failed_save(error, must)
+            self._failed_save(error, step, must)
             return None
         finally:
             self.report.seconds_saving = self.checkpoints.seconds
@@ -269,11 +269,11 @@ class Trainer:
         self.sinks.event("checkpoint", step=step, path=str(path))
         return path
 
-    def _failed_save(self, error: SaveError, must: bool) -> None:
+    def _failed_save(self, error: SaveError, step: int, must: bool) -> None:
         """Training goes on: the next save may find room, and the last checkpoint is intact."""
         self._failed_in_a_row += 1
         self.report.failed_saves += 1
-        self.sinks.event("checkpoint_failed", step=self.step, error=str(error))
+        self.sinks.event("checkpoint_failed", step=step, error=str(error))
         if must or self._failed_in_a_row >= self.config.checkpoint.failures:
             raise error
         logger.warning("%s", error)
@@ -337,12 +337,13 @@ class Trainer:
                 dump_step(folder, record, finding, self.job.dataset, position)
             if finding.stops:
                 broken = [i for i, rank in enumerate(ranks) if not math.isfinite(rank.loss_sum)]
+                where = f" Loss not finite on ranks {broken}." if broken else ""
                 saved = "none" if self.saved_step is None else f"of step {self.saved_step}"
                 raise DivergedError(
-                    f"{finding.text}. Loss not finite on ranks {broken}. Nothing was saved after "
-                    f"it: the last checkpoint is {saved}; what the step was made of lies in "
-                    f"{self.job.run_dir / GUARDS}. Look at these windows with `anchorcontext "
-                    "inspect`, or start a run of another run.name with a lower optimizer.lr"
+                    f"{finding.text}.{where} Nothing was saved after it: the last checkpoint is "
+                    f"{saved}; what the step was made of lies in {self.job.run_dir / GUARDS}. "
+                    "Look at these windows with `anchorcontext inspect`, or start a run of another "
+                    "run.name with a lower optimizer.lr"
                 )
 
 

@@ -53,7 +53,10 @@ def check_resumable(saved: Config, current: Config) -> None:
     Raises:
         UserError: names every key that differs, with both values.
     """
-    before, after = flat_values(saved), flat_values(current)
+    before, after = (
+        {key: value for key, value in flat_values(config).items() if value != {}}
+        for config in (saved, current)
+    )
     changed = [key for key in sorted({*before, *after}) if before.get(key) != after.get(key)]
     rounding = [key for key in changed if key in _ROUNDING]
     if rounding:

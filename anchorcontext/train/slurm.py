@@ -20,6 +20,7 @@ from ..errors import UserError
 ARGUMENTS = re.compile(r'^set -- "\$@".*$', re.MULTILINE)
 ENVIRONMENT = re.compile(r'^# shellcheck source=launch/env\.sh\n\. "\$SLURM_SUBMIT_DIR.*$', re.M)
 DIRECTIVE = "#SBATCH --"
+NO_WORD = r"""[\s"'#\\]"""
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,8 @@ class BatchJob:
     def options(self) -> dict[str, str]:
         """sbatch's long options."""
         asked = {
-            "job-name": self.name,
+            # SLURM's parser takes quotes and comments out of a word.
+            "job-name": re.sub(rf"{NO_WORD}+", "-", self.name),
             "nodes": str(self.nodes),
             "partition": self.partition,
             "gpus-per-node": str(self.gpus_per_node) if self.gpus_per_node else None,
@@ -60,7 +62,7 @@ def render(job: BatchJob, arguments: Sequence[str]) -> str:
     """The batch script that trains with ``arguments``: CONFIG and KEY=VALUE.
 
     Raises:
-        UserError: an option holds white space, which a ``#SBATCH`` line cannot carry.
+        UserError: an option is no word that a ``#SBATCH`` line can carry.
     """
     text = _with_options(_script("slurm.sbatch"), job.options())
     chosen = {"RANKS": str(max(job.gpus_per_node, 1)), "CONTAINER": job.container, "BIN": job.bin}
@@ -96,8 +98,8 @@ def _with_options(text: str, options: dict[str, str]) -> str:
     end = max(index for index, line in enumerate(lines) if line.startswith(DIRECTIVE)) + 1
     directives = {line.removeprefix(DIRECTIVE).split("=")[0]: line for line in lines[:end]}
     for name, value in options.items():
-        if not value or re.search(r"\s", value):
-            raise UserError(f"--{name} {value!r}: must be one word without spaces")
+        if not value or re.search(NO_WORD, value):
+            raise UserError(f"--{name} {value!r}: must be one word without spaces, quotes and #")
         directives[name] = f"{DIRECTIVE}{name}={value}"
     return "\n".join([head, *directives.values(), *lines[end:]])
 

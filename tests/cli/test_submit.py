@@ -44,9 +44,15 @@ def test_every_directive_stands_before_the_first_command():
     assert all(line.startswith("#") for line in lines[:last])
 
 
-def test_an_option_that_a_directive_cannot_carry_is_refused():
-    with pytest.raises(UserError, match="--account 'a b'"):
-        rendered(account="a b")
+@pytest.mark.parametrize("account", ["a b", 'a"b', "a#b", ""])
+def test_an_option_that_a_directive_cannot_carry_is_refused(account):
+    with pytest.raises(UserError, match=f"--account {account!r}"):
+        rendered(account=account)
+
+
+def test_any_name_of_a_run_gives_a_job_a_name():
+    script = rendered(name='my run #2 "x" it\'s')
+    assert directives(script)["job-name"] == "my-run-2-x-it-s"
 
 
 # What srun and scontrol are asked to do, and what `train` reports.

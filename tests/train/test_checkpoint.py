@@ -271,7 +271,7 @@ def test_what_may_change_over_a_resume(tiny, sections):
         ({"data": {"shuffle": False}}, r"data.shuffle: True -> False"),
         ({"attention": {"mode": "full"}}, r"attention.mode: 'anchor' -> 'full'"),
         ({"train": {"windows_per_step": 2}}, r"train.windows_per_step: 4 -> 2"),
-        ({"deepspeed": {"wall_clock_breakdown": True}}, r"deepspeed.wall_clock_breakdown"),
+        ({"deepspeed": {"wall_clock_breakdown": True}}, r"config: deepspeed.wall_clock_breakdown"),
     ],
 )
 def test_what_would_make_it_another_run_is_refused(tiny, sections, named):

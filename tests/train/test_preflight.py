@@ -129,7 +129,7 @@ def full_disk(rank):
 
 def test_a_disk_without_room_for_two_checkpoints_is_refused(tiny):
     text = the_message(2, [tiny()], full_disk)
-    assert "0.0 GiB free, 2 more checkpoints need" in text and text.startswith("rank 0")
+    assert "0.0 MiB free, 2 more checkpoints need" in text and text.startswith("rank 0")
 
 
 def small_device(rank):

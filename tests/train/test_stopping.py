@@ -179,7 +179,8 @@ def test_a_full_disk_costs_a_checkpoint_and_nothing_else(tiny, background):
     assert [checkpoint.step for checkpoint in complete] == [2, 6] and torn == []
     events = read_metrics(folder(config) / "metrics.jsonl")[1]
     (failed,) = [event for event in events if event["event"] == "checkpoint_failed"]
-    assert "step 4 was not written" in failed["error"] and "rank 1" in failed["error"]
+    assert failed["step"] == 4 and "step 4 was not written" in failed["error"]
+    assert "rank 1" in failed["error"]
 
 
 def test_a_disk_that_stays_full_ends_the_run_with_its_name_on_every_rank(tiny):
