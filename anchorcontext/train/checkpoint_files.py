@@ -117,7 +117,10 @@ def read_checkpoint(path: Path) -> Checkpoint:
     if not intact:
         raise UserError(f"{path}: its {MANIFEST} does not match its checksum")
     for name, (size, checksum) in files.items():
-        _check_file(path / name, size, checksum)
+        try:
+            _check_file(path / name, size, checksum)
+        except OSError as error:  # what a broken disk answers
+            raise UserError(f"{path}: {name} cannot be read: {error.strerror or error}") from None
     return Checkpoint(path, manifest)
 
 

@@ -91,7 +91,8 @@ def summarize(run_dir: str | Path) -> RunSummary:
             (c["largest_logit_difference"] for c in checks if c["largest_logit_difference"]),
             default=0.0 if checks else None,
         ),
-        checkpoints=tuple(sorted((run_dir / "checkpoints").glob("step-*"))),
+        # Those with an ending are being written or removed.
+        checkpoints=tuple(sorted((run_dir / "checkpoints").glob("step-*[0-9]"))),
     )
 
 

@@ -221,6 +221,20 @@ def test_a_flipped_bit_in_any_small_file_is_found(tmp_path):
             read_checkpoint(folder)
 
 
+def test_a_file_that_the_disk_gives_no_more_is_damage(tmp_path, monkeypatch):
+    folder = tmp_path / "step-000003"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("seed: 1")
+    write_manifest(folder, {"step": 3, "layout": {}})
+
+    def broken(path):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("pathlib.Path.read_bytes", broken)
+    complete, reasons = find_checkpoints(tmp_path)
+    assert complete == [] and "config.yaml cannot be read: Input/output error" in reasons[0]
+
+
 def test_a_snapshot_is_a_copy_that_shares_what_was_shared(tmp_path):
     whole = torch.arange(12.0)
     state = {"all": whole, "some": [whole[3:7].view(2, 2)], "step": 3, "none": (None, whole[:0])}

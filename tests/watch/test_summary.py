@@ -37,7 +37,8 @@ def test_a_resumed_run_counts_every_step_once_and_every_start(tmp_path):
     start = {"event": "start", "step": 0}
     lines = [start, parity(1e-7), record(1, 9.0), record(2, 8.0), start, record(2, 7.5)]
     write(tmp_path, [*lines, record(3, None), record(4, 6.0), parity(3e-6), parity(0.0)])
-    (tmp_path / "checkpoints" / "step-000004").mkdir(parents=True)
+    for name in ("step-000002.old.tmp", "step-000004", "step-000008.tmp"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
     found = summarize(tmp_path)
     assert (found.steps, found.skipped, found.starts) == (4, 1, 2)
     assert (found.first_loss, found.last_loss) == (9.0, 6.0)
