@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-import difflib
-import importlib
 from typing import Any
 
 import click
+
+from anchorcontext.cli.lazy import LazyGroup
 
 # In the order in which a run needs them. The module of ``import-gguf`` is ``cli/import_gguf.py``.
 COMMANDS = {
@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Train; resumes by itself. Run it under torchrun, deepspeed or srun.",
     "submit": "Train as a SLURM job: show and submit the batch script.",
     "parity": "Compare the distributed run with a single device; exits 1 past tolerance.",
+    "diagnose": "Measure what low precision does to RoPE and attention, and where.",
     "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",
     "export": "Turn a checkpoint into a plain Hugging Face folder.",
     "import-gguf": "Turn a GGUF file into a plain Hugging Face folder.",
@@ -28,36 +29,12 @@ COMMANDS = {
 }
 
 
-class LazyGroup(click.Group):
-    """A group that lists its commands without importing them: ``--help`` takes milliseconds."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in COMMANDS:
-            return None
-        module = importlib.import_module(f"{__name__}.{cmd_name.replace('-', '_')}")
-        command = module.command
-        assert isinstance(command, click.Command), f"{module.__name__}.command is no click command"
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name not in COMMANDS and not name.startswith("-"):
-            near = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(COMMANDS)}"
-            ctx.fail(f"no command {name!r}; {hint}")
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
-
-
-@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=LazyGroup,
+    listed=COMMANDS,
+    package=__name__,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="anchorcontext", prog_name="anchorcontext")
 def group() -> None:
     """Distributed long-context training with AnchorAttention.

@@ -8,6 +8,11 @@
     difference.py   how their attention differs, by key column, streamed
     measures.py     equations 4 and 5 of the paper
     models.py       pretrained models and random twins in four dtypes
+    texts.py        token sequences from real documents
+    settings.py     what `diagnose shift` measures; presets
+    store.py        results on disk, one file a walk and text
+    shift.py        `diagnose shift`: measure what is missing, read what is stored
+    summary.py, figures.py, page.py   means over texts; drawn; as Markdown
 """
 
 from .difference import SUMS, LayerDifferences, attention_differences, attention_rows

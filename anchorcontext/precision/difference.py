@@ -15,8 +15,8 @@ products of bf16 numbers are exact and whose sums, scale, softmax and statistics
 and k are widened first, which changes no product, and multiplied in fp32: the same arithmetic up to
 the order of the sums. ``"model"`` rounds as transformers' eager attention does: scores to the
 model's dtype, again after the scale, softmax in fp32, probabilities to the model's dtype. q and k
-in fp64 stay in fp64 throughout. Sums over a block's rows have the precision of S, sums over blocks
-are fp64.
+in fp64 stay in fp64 throughout. Sums over up to 512 rows have the precision of S, sums of these are
+fp64.
 """
 
 from __future__ import annotations
@@ -125,6 +125,12 @@ class _HeadScores:
 
     def rows(self, first: int, s: torch.Tensor, p: torch.Tensor, later: torch.Tensor) -> None:
         """Write scores and probabilities of the rows from ``first`` on into ``s`` and ``p``."""
+        if s.dtype != self.dtype:  # they are to be compared with wider ones
+            own = self.empty(2, *s.shape)
+            self.rows(first, own[0], own[1], later)
+            s.copy_(own[0])
+            p.copy_(own[1])
+            return
         num_rows, last = s.shape
         query, keys = self.query[first:last], self.keys[:, :last]
         if self.rounds:
@@ -155,17 +161,18 @@ class _Columns:
         device = reference.query.device
         limit = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"])
         step = min(max(limit // task.last, MIN_BLOCK_ROWS), task.last - task.first)
-        buffers = reference.empty(4, step * task.last)
+        # Sums are in the widest dtype of all variants.
+        wide = max((h.dtype for h in (reference, *others)), key=lambda dtype: dtype.itemsize)
+        buffers = reference.empty(4, step * task.last).to(wide)
         later = _later_keys(step, device)
-        ones = reference.query.new_ones(1, step)
-        column = reference.empty(1, task.last)
-        sums = torch.zeros(len(others), len(SUMS), task.last, dtype=torch.float64, device=device)
-        mass = torch.zeros(task.last, dtype=torch.float64, device=device)
+        ones = buffers.new_ones(1, step)
+        sums = buffers.new_zeros(len(others), len(SUMS), 1, task.last)
+        mass = buffers.new_zeros(1, task.last)
 
         def add(into: torch.Tensor, block: torch.Tensor) -> None:
             num_rows, last = block.shape
             # A product with ones: torch's sum over rows is slower than this.
-            into[:last] += torch.mm(ones[:, :num_rows], block, out=column[:, :last])[0]
+            into[:, :last].addmm_(ones[:, :num_rows], block)
 
         for first in range(task.first, task.last, step):
             last = min(first + step, task.last)
@@ -181,7 +188,7 @@ class _Columns:
                 for difference, signed, entry in ((p.sub_(p0), 0, 1), (s, 2, 3)):
                     add(sums[number, signed], difference)
                     add(sums[number, entry], difference.abs_())
-        return sums.cpu(), mass.cpu()
+        return sums[:, :, 0].double().cpu(), mass[0].double().cpu()
 
 
 def _later_keys(num_rows: int, device: torch.device) -> torch.Tensor:

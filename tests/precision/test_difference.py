@@ -157,6 +157,17 @@ def test_model_scores_are_those_of_transformers_eager_attention(dtype: torch.dty
     assert not torch.equal(fp32, mine)
 
 
+def test_forwards_in_two_dtypes_are_compared_in_the_wider_one(workers: Workers) -> None:
+    exact, rough = random_attention(0), random_attention(0, dtype=torch.bfloat16)
+    found = attention_differences(rough, [exact], workers=workers).sums[0, 0]
+    swapped = attention_differences(exact, [rough], workers=workers).sums[0, 0]
+    (s0, p0), (s, p) = dense(rough), dense(exact)
+    wanted = [(p - p0).sum(1), (p - p0).abs().sum(1), (s - s0).sum(1), (s - s0).abs().sum(1)]
+    for one, other, want, sign in zip(found, swapped, wanted, (-1, 1, -1, 1), strict=True):
+        torch.testing.assert_close(one, want, atol=1e-4, rtol=0)  # bf16 scores are fp32 sums
+        torch.testing.assert_close(sign * other, one, atol=1e-12, rtol=0)
+
+
 def test_the_number_of_workers_changes_no_bit() -> None:
     a, b = (random_attention(seed, 600, torch.float32) for seed in (0, 1))
     found = []

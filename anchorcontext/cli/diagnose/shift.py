@@ -1,0 +1,219 @@
+"""``anchorcontext diagnose shift``: RoPE's shift invariance, equations 4 and 5 of the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.errors import UserError
+
+if TYPE_CHECKING:
+    from anchorcontext.precision.settings import ShiftSettings
+    from anchorcontext.precision.shift import Progress
+    from anchorcontext.precision.summary import ShiftSummary
+
+ALL = "bf16, fp16, fp32 or fp64, of pretrained: or random: weights"
+
+
+@plain_command
+@click.argument("model", metavar="MODEL")
+@click.option("--preset", type=click.Choice(["quick", "paper"]), default="quick", show_default=True)
+@click.option("--panels", metavar="P[,P...]", help="shift, token, length; all by default.")
+@click.option("--settings", metavar="S[,S...]", help=f"{ALL}, as in pretrained:bf16,random:bf16.")
+@click.option("--beside", metavar="S[,S...]", help="Settings measured at short lengths only.")
+@click.option("--beside-tokens", type=int, metavar="T", help="The longest of these lengths.")
+@click.option("--tokens", type=int, metavar="T", help="Tokens of the panels shift and token.")
+@click.option("--shifts", metavar="D[,D...]", help="Delta_1 of these panels.")
+@click.option("--reference", type=int, metavar="D", help="Delta_2, what all are compared with.")
+@click.option("--lengths", metavar="T[,T...]", help="Tokens of the panel length.")
+@click.option("--length-shift", type=int, metavar="D", help="Delta_1 of this panel.")
+@click.option("--texts", type=int, metavar="N", help="Sequences; more go on from those stored.")
+@click.option("--source", metavar="PATH", help="Documents; by default the standard library's.")
+@click.option("--seed", type=int, metavar="N", help="Of the texts' order and of random weights.")
+@click.option(
+    "--scores",
+    type=click.Choice(["fp32", "model"]),
+    help="Precision of scores and softmax: as FlashAttention, or as eager attention in the model's "
+    "dtype.",
+)
+@click.option(
+    "--same-input/--own-input",
+    default=None,
+    help="Give every shift the reference's input in each layer; by default its own.",
+)
+@click.option(
+    "--extrapolate/--no-extrapolate",
+    default=None,
+    help="Allow positions past the trained length.",
+)
+@click.option("--device", metavar="NAME", help="cpu, or cuda.")
+@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.")
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs/precision"),
+    show_default=True,
+    help="Where results are kept.",
+)
+@click.option("--stored", is_flag=True, help="Measure nothing; show what is stored.")
+@click.option(
+    "--figures",
+    type=click.Path(path_type=Path, file_okay=False),
+    metavar="FOLDER",
+    help="Draw the panels there, as PNG and SVG.",
+)
+@click.option(
+    "--markdown",
+    type=click.Path(path_type=Path, dir_okay=False),
+    metavar="PATH",
+    help="Write the table into its section of PATH, docs/precision.md, and figures beside it.",
+)
+def command(
+    model: str,
+    preset: str,
+    threads: int | None,
+    out: Path,
+    stored: bool,
+    figures: Path | None,
+    markdown: Path | None,
+    **given: Any,
+) -> Outcome:
+    """Measure how far attention changes when all position ids are shifted.
+
+    RoPE's scores depend on distances alone, so a shift should change nothing. MODEL is a folder of
+    Hugging Face weights. Two shifted forwards are walked layer by layer together; D (equation 4)
+    sums the difference of their attention probabilities, D_logit (equation 5) averages that of
+    their scores, by key column. The preset paper has the settings of figure 1 (50 texts: hours on
+    a CPU); every part of it can be set.
+    """
+    from anchorcontext.precision.models import read_config
+    from anchorcontext.precision.settings import check_model_folder, check_settings
+    from anchorcontext.precision.shift import run_shift, stored_results
+    from anchorcontext.precision.summary import HEADERS, summarise, summary_report, summary_rows
+    from anchorcontext.precision.workers import Workers
+
+    settings = read_settings(model, preset, given)
+    check_model_folder(model)
+    settings = check_settings(settings, read_config(model, settings.text_tokens))
+    if not stored:
+        with Workers(threads) as workers, _progress() as tell:
+            run_shift(settings, out, workers=workers, tell=tell)
+    results = stored_results(settings, out)
+    if not results:
+        raise UserError(
+            f"--out {out}: no text is complete there with these settings; run without --stored"
+        )
+    summary = summarise(settings, results)
+    texts = ", ".join(f"{len(names)} ({kind})" for kind, names in summary.domains.items())
+    title = f"{model}: texts {texts}; shifts are compared with {settings.reference}"
+    echo_table(summary_rows(summary), HEADERS, title=title)
+    if is_main_rank():
+        _write(summary, figures, markdown, _command_line(model, preset, given))
+    return Outcome(summary_report(summary))
+
+
+def read_settings(model: str, preset: str, given: dict[str, Any]) -> ShiftSettings:
+    """The preset's settings, with the options that were given in their place.
+
+    Raises:
+        UserError: a list that is none, an unknown setting.
+    """
+    from dataclasses import replace
+
+    from anchorcontext.precision.models import Setting
+    from anchorcontext.precision.settings import PRESETS
+
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        option = f"--{name.replace('_', '-')}"
+        if name in ("settings", "beside"):
+            changes[name] = tuple(Setting.parse(part) for part in _parts(value))
+        elif name in ("shifts", "lengths"):
+            changes[name] = _numbers(option, value)
+        else:
+            changes[name] = tuple(_parts(value)) if name == "panels" else value
+    return replace(PRESETS[preset], model=model, **changes)
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    parts = _parts(text)
+    if not all(part.isdigit() for part in parts):
+        raise UserError(f"{option} {text}: give whole numbers, as in 0,8,16")
+    return tuple(int(part) for part in parts)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Progress], None]]:
+    """A bar with the time left on a terminal; elsewhere a line whenever a result is stored."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    console = Console(stderr=True)
+    bar = Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        # Over all of the run: units differ in speed.
+        TimeRemainingColumn(elapsed_when_finished=True),
+        console=console,
+        speed_estimate_period=3600,
+        disable=not console.is_terminal,
+    )
+    task = bar.add_task("texts and model", total=None)
+    start = time.monotonic()
+
+    def tell(progress: Progress) -> None:
+        what = f"text {progress.text} {progress.walk.setting} {progress.walk.kind}"
+        layers = f"layer {progress.layer}/{progress.num_layers}"
+        bar.update(
+            task, description=f"{what}, {layers}", completed=progress.done, total=progress.total
+        )
+        if progress.stored and not console.is_terminal:
+            elapsed = time.monotonic() - start
+            left = elapsed * (progress.total / progress.done - 1)
+            echo(f"{what} stored after {elapsed / 60:.1f} min, about {left / 60:.0f} min left")
+
+    with bar:
+        yield tell
+
+
+def _command_line(model: str, preset: str, given: dict[str, Any]) -> str:
+    parts = [f"anchorcontext diagnose shift {model} --preset {preset}"]
+    for name, value in given.items():
+        option = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            parts.append(option if value else f"--no-{name}")
+        elif value is not None:
+            parts.append(f"{option} {value}")
+    return " ".join(parts)
+
+
+def _write(summary: ShiftSummary, figures: Path | None, markdown: Path | None, line: str) -> None:
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.precision.figures import draw_figures
+    from anchorcontext.precision.page import shift_markdown
+
+    if markdown is not None and figures is None:
+        figures = markdown.with_suffix("")  # docs/precision.md -> docs/precision/
+    drawn = draw_figures(summary, figures) if figures is not None else []
+    for path in drawn:
+        echo(f"drawn to {path}")
+    if markdown is not None:
+        write_section(markdown, "shift", shift_markdown(summary, line, drawn, markdown.parent))
+        echo(f"written to {markdown}")

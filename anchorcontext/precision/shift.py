@@ -1,0 +1,221 @@
+"""``diagnose shift``: RoPE's shift invariance, measured walk by walk and text by text.
+
+Texts are the outermost loop, so that a run may be stopped after any of them. What is reported
+stands on texts that all settings have: curves that are compared are of the same words.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from .difference import Scores, attention_differences
+from .measures import Deviation, DeviationSum
+from .models import lab_model, model_digest
+from .rotary import Rotary
+from .settings import KINDS, ShiftSettings, Walk
+from .store import ResultStore, WalkResult
+from .texts import Text, read_texts
+from .walk import Variant, walk
+from .workers import Workers
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where a run stands: told after every layer, and once more when a result is stored.
+
+    ``done`` and ``total`` are work in the unit of :meth:`~.settings.Walk.work`.
+    """
+
+    text: int
+    walk: Walk
+    layer: int
+    num_layers: int
+    done: float
+    total: float
+    stored: bool = False
+
+
+Tell = Callable[[Progress], None]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One walk over one text, and the file of its result."""
+
+    walk: Walk
+    text: Text
+    path: Path
+
+
+def run_shift(
+    settings: ShiftSettings, out: Path, *, workers: Workers, tell: Tell | None = None
+) -> None:
+    """Measure what is not yet stored under ``out``; ``settings`` come from ``check_settings``.
+
+    Raises:
+        UserError: the model or the texts cannot be read, or ``out`` not be written.
+    """
+    store = ResultStore(out)
+    units = list(missing_units(settings, store))
+    report = _Reporter(tell, sum(unit.walk.work() for unit in units))
+    with ExitStack() as stack:
+        for (_, setting), group in groupby(units, lambda u: (u.text.number, u.walk.setting)):
+            stack.close()  # one model at a time
+            model, rotary = stack.enter_context(
+                lab_model(
+                    settings.model,
+                    setting,
+                    workers=workers,
+                    longest=settings.text_tokens,
+                    seed=settings.seed,
+                    device=settings.device,
+                )
+            )
+            for unit in group:
+                _measure_and_store(unit, settings, store, model, rotary, workers, report)
+
+
+def missing_units(settings: ShiftSettings, store: ResultStore) -> Iterator[Unit]:
+    """What has no stored result, text by text."""
+    digest = model_digest(settings.model)
+    texts = read_texts(
+        settings.model,
+        settings.texts,
+        settings.text_tokens,
+        source=settings.source,
+        seed=settings.seed,
+    )
+    for text in texts:
+        for todo in settings.walks():
+            path = store.path(todo, settings.fingerprint(todo, digest), text.number)
+            if store.load(path, todo, text.digest) is None:
+                yield Unit(todo, text, path)
+
+
+class _Reporter:
+    """Turns layers into shares of the whole run."""
+
+    def __init__(self, tell: Tell | None, total: float) -> None:
+        self.tell, self.total, self.done = tell, total, 0.0
+
+    def __call__(self, unit: Unit, layer: int, num_layers: int, stored: bool = False) -> None:
+        done = self.done + unit.walk.work() * layer / num_layers
+        if stored:
+            self.done = done
+        if self.tell is not None:
+            number = unit.text.number
+            self.tell(Progress(number, unit.walk, layer, num_layers, done, self.total, stored))
+
+
+def _measure_and_store(
+    unit: Unit,
+    settings: ShiftSettings,
+    store: ResultStore,
+    model: PreTrainedModel,
+    rotary: Rotary | None,
+    workers: Workers,
+    report: _Reporter,
+) -> None:
+    start = time.perf_counter()
+    num_layers = model.config.get_text_config().num_hidden_layers
+    deviations = measure(
+        model,
+        unit.text.ids,
+        unit.walk,
+        workers=workers,
+        rotary=rotary,
+        scores=settings.scores,
+        same_input=settings.same_input,
+        after_layer=lambda layer: report(unit, layer, num_layers),
+    )
+    facts = _facts(unit, time.perf_counter() - start, workers, settings)
+    store.save(unit.path, unit.walk, WalkResult(deviations, facts))
+    report(unit, num_layers, num_layers, stored=True)
+
+
+def measure(
+    model: PreTrainedModel,
+    input_ids: torch.Tensor,
+    todo: Walk,
+    *,
+    workers: Workers,
+    rotary: Rotary | None = None,
+    scores: Scores = "fp32",
+    same_input: bool = False,
+    after_layer: Callable[[int], None] = lambda layer: None,
+) -> dict[tuple[int, int], Deviation]:
+    """The deviations of one walk over one text, by (shift, length).
+
+    Args:
+        model, rotary: from :func:`~.models.lab_model`.
+        input_ids: int64, at least ``todo.tokens`` of them.
+        after_layer: called with the number of layers that are done.
+    """
+    ids = input_ids[: todo.tokens].to(model.device)
+    positions = torch.arange(todo.tokens, device=model.device)
+    variants = [
+        Variant(positions + shift, rotary=rotary) for shift in (todo.reference, *todo.shifts)
+    ]
+    sums = {pair: DeviationSum(pair[1]) for pair in todo.pairs}
+    for states in walk(model, ids, variants, workers=workers, same_input=same_input):
+        reference, *others = states.attention
+        differences = attention_differences(
+            reference, others, workers=workers, lengths=todo.lengths, scores=scores
+        )
+        for (shift, length), total in sums.items():
+            total.add(differences, todo.lengths.index(length), todo.shifts.index(shift))
+        after_layer(states.layer + 1)
+    return {pair: total.result() for pair, total in sums.items()}
+
+
+def stored_results(settings: ShiftSettings, out: Path) -> dict[Walk, list[WalkResult]]:
+    """Results by walk, in order of texts: of each kind, those of the texts that all settings have.
+
+    A kind of which no text is complete is left out.
+    """
+    store, digest = ResultStore(out), model_digest(settings.model)
+    found: dict[Walk, list[WalkResult]] = {}
+    for kind in KINDS:
+        paths = {
+            todo: partial(store.path, todo, settings.fingerprint(todo, digest))
+            for todo in settings.walks()
+            if todo.kind == kind
+        }
+        for number in range(settings.texts):
+            results = {todo: store.load(path(number), todo) for todo, path in paths.items()}
+            if not all(results.values()):
+                continue
+            for todo, result in results.items():
+                assert result is not None
+                found.setdefault(todo, []).append(result)
+    return found
+
+
+def _facts(unit: Unit, seconds: float, workers: Workers, settings: ShiftSettings) -> dict[str, Any]:
+    text = unit.text
+    return {
+        "text": text.number,
+        "domain": text.domain,
+        "document": text.document,
+        "digest": text.digest,
+        "seconds": round(seconds, 2),
+        "threads": workers.num_threads,
+        "device": settings.device,
+        "machine": platform.machine(),
+        "date": str(datetime.date.today()),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+    }
