@@ -34,6 +34,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import logging
 import math
 from collections.abc import Iterator
 from types import ModuleType
@@ -41,6 +42,8 @@ from types import ModuleType
 import torch
 
 from .interface import SoftmaxState
+
+logger = logging.getLogger("anchorcontext")
 
 # A block of 2^18 fp32 elements is 1 MiB and stays in a core's L2 cache; other devices want few
 # launches instead.
@@ -182,14 +185,22 @@ def anchor_backward_(
 def _fused(accumulator: torch.Tensor) -> ModuleType | None:
     """The fused kernels, where they serve ``accumulator`` (N, Hq, D)."""
     serves = accumulator.device.type == "cuda" and accumulator.dtype == torch.float32
-    return _fused_kernels() if serves else None
+    return _fused_kernels(accumulator.device) if serves else None
 
 
 @functools.cache
-def _fused_kernels() -> ModuleType | None:
+def _fused_kernels(device: torch.device) -> ModuleType | None:
+    """The module, tried once: Triton needs a C compiler, which images for GPUs often lack."""
     if importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module(".triton_merge", __package__)
+    try:
+        module = importlib.import_module(".triton_merge", __package__)
+        state = SoftmaxState.empty(torch.zeros(1, 1, 16, device=device))
+        module.merge_(state, 0, 1, state.out, state.lse)
+    except Exception as error:  # whatever stands between Triton and the device
+        logger.warning("merges on %s run in torch, Triton's kernels do not: %s", device, error)
+        return None
+    return module
 
 
 def _merge_block_(

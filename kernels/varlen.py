@@ -30,11 +30,15 @@ from typing import Any, ClassVar
 
 import torch
 
+from anchorcontext.errors import UserError
+
 from .interface import SoftmaxState, Tiles
 from .merge import lse_for_backward, merge_, merge_rows_
 from .varlen_calls import VarlenCall, varlen_calls
 
 _DTYPES = (torch.bfloat16, torch.float16)
+_FLASH_ATTN, _FLASH_ATTN_3 = "flash_attn.flash_attn_interface", "flash_attn_interface"
+_broken: dict[str, str] = {}
 _Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -54,7 +58,12 @@ class _VarlenEngine:
         scale: float,
         state: SoftmaxState,
     ) -> None:
-        """Merge the tiles' attention into ``state``, in place."""
+        """Merge the tiles' attention into ``state``, in place.
+
+        Raises:
+            UserError: a head dimension that flash attention does not take.
+        """
+        _check_head_dim(q.shape[-1])
         for call in varlen_calls(tiles, q.device):
             queries, keys = call.queries, call.keys
             out, lse = self._forward(queries.load(q), keys.load(k), keys.load(v), call, scale)
@@ -164,7 +173,8 @@ class FlashAttnEngine(_VarlenEngine):
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:
         """Why this engine cannot serve ``device`` and ``dtype``; None when it can."""
-        if not (_installed("flash_attn") or _installed("flash_attn_interface")):
+        installed = [name for name in (_FLASH_ATTN, _FLASH_ATTN_3) if _installed(name)]
+        if not installed:
             return "flash-attn is not installed (pip install flash-attn --no-build-isolation)"
         # The functions for CPU tensors of anchorcontext.testing say so.
         wanted = getattr(sys.modules.get("flash_attn"), "device_type", "cuda")
@@ -172,9 +182,15 @@ class FlashAttnEngine(_VarlenEngine):
             return f"it runs on {wanted} tensors, not on {device.type}"
         interface = _interface(_is_hopper(device))
         if interface is None:
+            broken = [f"{name}: {_broken[name]}" for name in installed if name in _broken]
+            if broken:
+                return f"flash-attn cannot be imported ({'; '.join(broken)})"
             return "flash-attn 2 is not installed, and FlashAttention-3 needs a Hopper GPU"
-        if "window_size" in _parameters(_varlen(interface, "forward")):
-            return "flash-attn is older than 2.7 (pip install --upgrade flash-attn)"
+        if not _is_known(interface):
+            return (
+                f"{interface.__name__} is too old: flash-attn 2.7 or a later FlashAttention-3 is "
+                "needed (pip install --upgrade flash-attn)"
+            )
         return _why_not_flash(device, dtype)
 
     def _forward(
@@ -252,12 +268,27 @@ def _parameters(function: Callable) -> tuple[str, ...]:
 
 
 def _interface(hopper: bool) -> ModuleType | None:
-    """The module with the functions: FlashAttention-3's on Hopper, else flash-attn 2's."""
-    if hopper and _installed("flash_attn_interface"):
-        return importlib.import_module("flash_attn_interface")
-    if _installed("flash_attn"):
-        return importlib.import_module("flash_attn.flash_attn_interface")
-    return None
+    """The module with the functions: FlashAttention-3's on Hopper, else flash-attn 2's; one of
+    those that are too old where there is no other."""
+    names = (_FLASH_ATTN_3, _FLASH_ATTN) if hopper else (_FLASH_ATTN,)
+    found = [module for module in map(_imported, names) if module is not None]
+    return next(filter(_is_known, found), found[0] if found else None)
+
+
+def _imported(name: str) -> ModuleType | None:
+    """The module; None, once and for all, where it is missing or cannot be imported."""
+    if name in _broken or not _installed(name):
+        return None
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # a wheel built for another torch fails in many ways
+        _broken[name] = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+        return None
+
+
+def _is_known(interface: ModuleType) -> bool:
+    """Whether these are the functions of flash-attn 2.7 on, or of FlashAttention-3 since."""
+    return "window_size" not in _parameters(_varlen(interface, "forward"))
 
 
 def _varlen(interface: ModuleType | None, direction: str) -> Callable:
@@ -270,5 +301,14 @@ def _is_hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
-def _installed(package: str) -> bool:
+def _installed(name: str) -> bool:
+    package = name.partition(".")[0]
     return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def _check_head_dim(head_dim: int) -> None:
+    if head_dim > 256 or head_dim % 8:
+        raise UserError(
+            f"head dimension {head_dim}: flash attention takes multiples of 8 up to 256; choose "
+            "another engine (attention.engine: triton, flex or reference)"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import logging
 
@@ -89,4 +90,21 @@ def test_the_fastest_configuration_is_measured_once_and_one_that_does_not_fit_is
 def test_merges_on_the_cpu_and_in_fp64_stay_in_torch():
     assert merge._fused(torch.zeros(1, 1, 8)) is None
     assert merge._fused(torch.zeros(1, 1, 8, dtype=torch.float64)) is None
-    assert merge._fused_kernels().__name__ == "anchorcontext.kernels.triton_merge"
+
+
+def test_merges_are_left_to_torch_where_triton_cannot_compile(monkeypatch, caplog):
+    """It needs a C compiler; here it lacks a GPU."""
+    merge._fused_kernels.cache_clear()
+    triton_merge = importlib.import_module("anchorcontext.kernels.triton_merge")
+    monkeypatch.setattr(triton_merge, "merge_", lambda *args: None)
+    assert merge._fused_kernels(CPU) is triton_merge
+
+    def fail(*args):
+        raise RuntimeError("Failed to find C compiler")
+
+    merge._fused_kernels.cache_clear()
+    monkeypatch.setattr(triton_merge, "merge_", fail)
+    with caplog.at_level(logging.WARNING, logger="anchorcontext"):
+        assert merge._fused_kernels(CPU) is None and merge._fused_kernels(CPU) is None
+    merge._fused_kernels.cache_clear()
+    assert caplog.text.count("run in torch, Triton's kernels do not: Failed to find C comp") == 1

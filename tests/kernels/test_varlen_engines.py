@@ -7,6 +7,7 @@ the engines run on it unchanged: only the kernels themselves are untested.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import types
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from anchorcontext.errors import UserError
 from anchorcontext.kernels import SoftmaxState, Tiles, varlen
 from anchorcontext.kernels.varlen_calls import varlen_calls
 from anchorcontext.testing import flash_attn_cpu
@@ -100,6 +102,12 @@ def aten_on_cpu():
 
 @pytest.fixture(params=["varlen", "flash_attn", "flash_attn 3"])
 def engine(request, monkeypatch, aten_on_cpu):
+    def backward(dout, q, k, v, out, lse, *rest):
+        assert not (lse == -torch.inf).any(), "the kernels know +inf for rows without keys"
+        return exact_backward(dout, q, k, v, out, lse, *rest)
+
+    exact_backward = flash_attn_cpu._backward
+    monkeypatch.setattr(flash_attn_cpu, "_backward", backward)
     if request.param == "varlen":
         yield varlen.VarlenEngine()
         return
@@ -147,6 +155,47 @@ def test_bf16_is_merged_and_added_up_in_fp32(engine, oracle):
         assert error.norm() <= 5e-3 * getattr(expected, name).norm(), name
 
 
+def test_gradients_are_added_to_what_is_there(engine, oracle):
+    """In rows that lie end to end and in scattered ones; a row that saw nothing gets none."""
+    tiles = Tiles([(0, 8, 0, 8, 1), (8, 12, 8, 12, 1), (0, 8, 20, 30, 0), (14, 16, 12, 14, 0)])
+    x = oracle.inputs(18, 30, (2, 1), torch.float64)
+    state = SoftmaxState.empty(x.q)
+    engine.forward(x.q, x.k, x.v, tiles, SCALE, state)
+    results = []
+    for start in (0.0, 1.0):
+        sums = [torch.full_like(y, start) for y in (x.q, x.k, x.v)]
+        for _ in range(2):
+            args = (x.dout, x.q, x.k, x.v, state.out, state.lse, tiles, SCALE)
+            engine.backward(*args, *sums)
+        results.append(torch.cat([y.flatten() for y in sums]))
+    once = [torch.zeros_like(y) for y in (x.q, x.k, x.v)]
+    engine.backward(x.dout, x.q, x.k, x.v, state.out, state.lse, tiles, SCALE, *once)
+    expected = 2 * torch.cat([y.flatten() for y in once])
+    assert (results[0] - expected).abs().max() < 1e-12
+    assert (results[1] - expected - 1).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_asks_for_the_deterministic_backward(engine, oracle, monkeypatch, deterministic):
+    """torch's own operator reads the global setting by itself."""
+    asked = []
+    name = "_flash_attn_varlen_backward"
+    real = getattr(flash_attn_cpu, name)
+    bound = inspect.signature(real).bind
+
+    def backward(*args, **kwargs):
+        asked.append(bound(*args, **kwargs).arguments["deterministic"])
+        return real(*args, **kwargs)
+
+    backward.__signature__ = inspect.signature(real)
+    monkeypatch.setattr(flash_attn_cpu, name, backward)
+    if "flash_attn" in sys.modules:
+        monkeypatch.setattr(sys.modules["flash_attn.flash_attn_interface"], name, backward)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
+    run(engine, oracle.inputs(4, 4, (2, 1), torch.float64), [(0, 4, 0, 4, 1)])
+    assert asked == [deterministic and engine.name == "flash_attn"]
+
+
 def test_calls_share_no_query_and_no_key_row(oracle, tile_list):
     """So that a merge and an addition to a row happen once a call; and none is lost."""
     pairs = set()
@@ -174,6 +223,47 @@ def test_is_refused_on_cpu_with_the_reason(name):
     engine = {"varlen": varlen.VarlenEngine, "flash_attn": varlen.FlashAttnEngine}[name]
     reason = engine.why_not(CPU, torch.bfloat16)
     assert reason is not None and ("not on cpu" in reason or "pip install" in reason)
+
+
+@pytest.fixture
+def on_hopper(monkeypatch):
+    """As if on a Hopper GPU, with the functions for CPU tensors as flash-attn 2."""
+    monkeypatch.setattr(varlen, "_is_hopper", lambda device: True)
+    flash_attn_cpu.install_flash_attn_cpu()
+    yield sys.modules["flash_attn.flash_attn_interface"]
+    for name in FLASH_ATTN:
+        sys.modules.pop(name, None)
+
+
+def test_flash_attention_3_is_for_hopper_and_must_not_be_too_old(on_hopper, monkeypatch):
+    new, old = flash_attn_3(), types.ModuleType("flash_attn_interface")
+    old._flash_attn_forward = lambda q, k, v, softmax_scale, causal, window_size=(-1, -1): None
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", new)
+    assert varlen._interface(hopper=True) is new
+    assert varlen._interface(hopper=False) is on_hopper
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", old)
+    assert varlen._interface(hopper=True) is on_hopper
+    on_hopper._flash_attn_varlen_forward = old._flash_attn_forward
+    reason = varlen.FlashAttnEngine.why_not(CPU, torch.bfloat16)
+    assert "flash_attn_interface is too old" in reason and "--upgrade flash-attn" in reason
+
+
+def test_a_flash_attn_built_for_another_torch_is_passed_over(on_hopper, monkeypatch, tmp_path):
+    (tmp_path / "flash_attn_interface.py").write_text("raise ImportError('undefined symbol: x')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(varlen, "_broken", {})
+    assert varlen._interface(hopper=True) is on_hopper
+    sys.modules.pop("flash_attn.flash_attn_interface")
+    monkeypatch.setattr(sys.modules["flash_attn"], "__path__", [])
+    reason = varlen.FlashAttnEngine.why_not(CPU, torch.bfloat16)
+    assert "cannot be imported" in reason and "ImportError: undefined symbol: x" in reason
+
+
+@pytest.mark.parametrize("head_dim", [20, 264])
+def test_a_head_dimension_it_does_not_take_is_refused(engine, oracle, head_dim):
+    x = oracle.inputs(4, 4, (2, 1), torch.float64, head_dim=head_dim)
+    with pytest.raises(UserError, match=f"head dimension {head_dim}.*multiples of 8 up to 256"):
+        run(engine, x, [(0, 4, 0, 4, 1)])
 
 
 def test_flash_attn_takes_16_bit_only(engine):
