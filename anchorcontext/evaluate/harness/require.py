@@ -31,13 +31,16 @@ def require_harness() -> None:
 
 
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Keep the harness's notes and its generators' prints away from the user's terminal."""
+def quiet(*, bars: bool = False) -> Iterator[None]:
+    """Keep the harness's notes and prints away from the terminal; its bars too unless ``bars``."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+            if not bars:
+                stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             yield
     finally:
         logger.setLevel(level)

@@ -50,6 +50,7 @@ SEED, NUMPY_SEED = 0, 1234  # the defaults of the harness's command line
 # up to 500 tokens. A shorter example is then given.
 SHORT_VT = 1024
 VT_EXAMPLE_TOKENS = 500
+VT_SPARE = 32  # variables are drawn, and some take more tokens than others
 
 
 def ruler_rows(
@@ -170,26 +171,12 @@ def _variable_tracking(
 ) -> list[Row]:
     from lm_eval.tasks.ruler import vt_utils
 
-    def drawn(noises: int, *, example: bool) -> tuple[str, list[str]]:
-        text, names = vt_utils.generate_input_output(noises, 1, 4, is_icl=example)
-        return text, names
-
-    # A name is drawn: the generator's own example and prompt must fit with something to spare.
-    spare = 32
     step = 5 if length < SHORT_VT else 10
-    icl_fits = count.count(drawn(5, example=True)[0]) + task.generates + spare < VT_EXAMPLE_TOKENS
-    _seed()
-    if length < SHORT_VT or not icl_fits:
-        text, names = drawn(2, example=True)
-        icl = {"input": text, "outputs": names}
-    else:
-        icl = vt_utils.sys_vartrack_w_noise_random(
-            tokenizer=count, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=5
-        )[0]
+    example = _worked_example(task, count, short=length < SHORT_VT)
     state, numpy_state = random.getstate(), np.random.get_state()
-    shown = icl["input"] + " " + " ".join(icl["outputs"]) + "\n\n"
-    smallest, names = drawn(step, example=False)
-    needed = count.count(shown) + count.count(f"{smallest} {names}") + task.generates + spare
+    shown = example["input"] + " " + " ".join(example["outputs"]) + "\n\n"
+    smallest, names = vt_utils.generate_input_output(step, 1, 4)
+    needed = count.count(shown) + count.count(f"{smallest} {names}") + task.generates + VT_SPARE
     if needed > length:
         raise too_small(task, length, needed)
     random.setstate(state)
@@ -199,9 +186,25 @@ def _variable_tracking(
         num_samples=samples,
         max_seq_length=length,
         incremental=step,
-        icl_example=icl,
+        icl_example=example,
     )
     return rows
+
+
+def _worked_example(task: RulerTask, count: _BoundedCount, *, short: bool) -> Row:
+    """The example that stands in front of every variable tracking prompt."""
+    from lm_eval.tasks.ruler import vt_utils
+
+    text, _ = vt_utils.generate_input_output(5, 1, 4, is_icl=True)
+    fits = count.count(text) + task.generates + VT_SPARE < VT_EXAMPLE_TOKENS
+    _seed()
+    if short or not fits:
+        text, names = vt_utils.generate_input_output(2, 1, 4, is_icl=True)
+        return {"input": text, "outputs": names}
+    rows: list[Row] = vt_utils.sys_vartrack_w_noise_random(
+        tokenizer=count, num_samples=1, max_seq_length=VT_EXAMPLE_TOKENS, incremental=5
+    )
+    return rows[0]
 
 
 def _common_words(

@@ -1,0 +1,230 @@
+"""``anchorcontext evaluate``: did long context get better, and what did it cost."""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import platform
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from anchorcontext.cli.common import Outcome, echo, echo_table, plain_command, write_json
+from anchorcontext.errors import UserError, writing
+
+if TYPE_CHECKING:
+    from anchorcontext.evaluate.harness.run import Options
+    from anchorcontext.evaluate.harness.target import Target
+
+# A kind of task -> "module:function", imported when such a task is asked for. The function takes
+# (targets, tasks, options, output, say) and returns a Part.
+RUNNERS = {
+    "harness": "anchorcontext.cli.evaluate:run_harness",
+}
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one kind of task found."""
+
+    report: Any
+    """Goes into ``--json`` and ``results.json``."""
+    markdown: str
+    """A section of ``results.md``."""
+    complete: bool = True
+    """Everything that was asked for has a score."""
+
+
+@plain_command
+@click.argument("sources", metavar="MODEL...", nargs=-1, required=True)
+@click.option(
+    "--tasks",
+    default="ruler-11",
+    show_default=True,
+    metavar="NAMES",
+    help="ruler-11 (the paper's set for LLaMA-2), ruler-13, ruler-synthetic (needs no texts), "
+    "single tasks (niah_single_1, vt, ...), longbench, hellaswag, mmlu, loss-by-position.",
+)
+@click.option(
+    "--lengths",
+    default="4096",
+    show_default=True,
+    metavar="TOKENS",
+    help="Of prompt and answer, such as 4000,4K,128K; K is 1,024.",
+)
+@click.option(
+    "--samples",
+    type=click.IntRange(min=1),
+    default=100,
+    show_default=True,
+    help="Of each task at each length.",
+)
+@click.option("--all-samples", is_flag=True, help="RULER's 500; whole data sets elsewhere.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("runs/evaluation"),
+    show_default=True,
+    help="Every finished unit is kept here, and not computed again.",
+)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Default: by the length.")
+@click.option("--dtype", type=click.Choice(["bf16", "fp32", "fp16"]), default="bf16")
+@click.option("--device", default="auto", metavar="auto|cpu|cuda[:N]", show_default=True)
+@click.option(
+    "--haystack",
+    type=click.Path(path_type=Path),
+    help="A text (file or folder) for RULER's essays, which are a download.",
+)
+@click.option(
+    "--qa",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    help="A SQuAD or HotpotQA JSON file, downloads too; may be given twice.",
+)
+@click.option("--download", is_flag=True, help="Fetch what is missing from the hub.")
+@click.option("--chat-template", "chat", is_flag=True, help="Ask through the chat template.")
+@click.option(
+    "--bos/--no-bos",
+    default=None,
+    help="Put BOS in front of prompts; default: as training did, or as the tokenizer does.",
+)
+@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--snapshots",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Mean and spread over this many of a run's last checkpoints; the paper: 5.",
+)
+@click.option("--apart", type=click.IntRange(min=1), help="Steps between them; the paper: 10.")
+@click.option(
+    "--markdown",
+    "page",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the tables into this page too, between the markers of --section.",
+)
+@click.option("--section", default="evaluation", show_default=True)
+def command(
+    sources: tuple[str, ...],
+    tasks: str,
+    lengths: str,
+    samples: int,
+    all_samples: bool,
+    output: Path,
+    batch_size: int | None,
+    dtype: str,
+    device: str,
+    haystack: Path | None,
+    qa: tuple[Path, ...],
+    download: bool,
+    chat: bool,
+    bos: bool | None,
+    tokenizer: Path | None,
+    snapshots: int,
+    apart: int | None,
+    page: Path | None,
+    section: str,
+) -> Outcome:
+    """Score models on long-context tasks, through lm-evaluation-harness (extra eval).
+
+    MODEL is a Hugging Face folder, a run, its config (YAML), or a checkpoint; several are taken as
+    snapshots of one model: their mean is shown with its spread.
+
+    \b
+      anchorcontext evaluate runs/models/smollm2-135m --tasks ruler-synthetic --lengths 1K,2K,4K
+      anchorcontext evaluate runs/my-run --snapshots 5 --apart 10 --tasks ruler-11 --lengths 4K,64K
+
+    Nothing is downloaded unless --download says so: a task whose texts are not on this machine is
+    skipped by name. Exits 1 when a task was skipped.
+    """
+    from anchorcontext.evaluate.harness.catalog import expand_tasks, parse_lengths
+    from anchorcontext.evaluate.harness.run import Options
+    from anchorcontext.evaluate.harness.sources import Sources
+    from anchorcontext.evaluate.harness.target import find_targets
+
+    asked = expand_tasks(tasks)
+    options = Options(
+        lengths=tuple(parse_lengths(lengths)),
+        samples=None if all_samples else samples,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        chat=chat,
+        sources=Sources(haystack, list(qa), download),
+    )
+    targets = find_targets(sources, snapshots=snapshots, apart=apart, tokenizer=tokenizer, bos=bos)
+    parts = {}
+    for kind, names in _by_kind(asked).items():
+        module, _, function = RUNNERS[kind].partition(":")
+        run = getattr(importlib.import_module(module), function)
+        parts[kind] = run(targets, names, options, output, echo)
+    with writing("--output", output):
+        write_json(output / "results.json", {kind: part.report for kind, part in parts.items()})
+        text = "\n\n".join(part.markdown for part in parts.values())
+        (output / "results.md").write_text(text + "\n")
+    if page is not None:
+        from anchorcontext.bench.markdown import write_section
+
+        with writing("--markdown", page):
+            write_section(page, section, f"{_provenance()}\n\n{text}")
+    echo(f"written: {output / 'results.json'}, {output / 'results.md'}")
+    complete = all(part.complete for part in parts.values())
+    return Outcome({kind: p.report for kind, p in parts.items()}, exit_code=0 if complete else 1)
+
+
+def run_harness(
+    targets: Sequence[Target],
+    tasks: Sequence[str],
+    options: Options,
+    output: Path,
+    say: Callable[[str], None],
+) -> Part:
+    """RULER and the harness's other tasks; prints their tables."""
+    from anchorcontext.evaluate.harness.report import (
+        markdown,
+        notes,
+        other_rows,
+        score_rows,
+        summarize,
+    )
+    from anchorcontext.evaluate.harness.run import run_units
+
+    findings = run_units(targets, tasks, options, output, say)
+    if findings.reused:
+        say(f"{findings.reused} results were there already")
+    report = summarize(findings)
+    headers, rows = score_rows(report)
+    if report.lengths:
+        echo_table(rows, headers)
+    if others := other_rows(report):
+        echo_table(others, ["task", "metric", "score"])
+    for note in notes(report):
+        say(note)
+    return Part(report, markdown(report), complete=not findings.skipped)
+
+
+def _by_kind(tasks: Sequence[str]) -> dict[str, list[str]]:
+    from anchorcontext.evaluate.harness.catalog import LOSS_BY_POSITION
+
+    kinds: dict[str, list[str]] = {}
+    for task in tasks:
+        kinds.setdefault(task if task == LOSS_BY_POSITION else "harness", []).append(task)
+    unknown = [kind for kind in kinds if kind not in RUNNERS]
+    if unknown:
+        raise UserError(f"--tasks {unknown[0]}: this version does not have it yet; leave it out")
+    return kinds
+
+
+def _provenance() -> str:
+    """The command, the date and the versions, for a page."""
+    from anchorcontext.evaluate.harness.units import versions
+
+    command = shlex.join(["anchorcontext", *sys.argv[1:]])
+    packages = ", ".join(f"{name} {number}" for name, number in versions().items())
+    today = datetime.datetime.now(datetime.UTC).date()
+    return f"`{command}`\n\n{today}, {platform.processor() or platform.machine()}, {packages}."

@@ -1,0 +1,208 @@
+"""What is evaluated: a Hugging Face folder, a run or a checkpoint of ours, or several snapshots."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ...config import Config, load_config
+from ...data.tokenizer import load_tokenizer, resolve_anchor
+from ...errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
+
+
+@dataclass(frozen=True)
+class Target:
+    """One set of weights, with its tokenizer; the weights are not read before they are needed."""
+
+    name: str
+    path: Path
+    """A Hugging Face folder, or a checkpoint ``step-000100``."""
+    hf: Path
+    """Where ``config.json`` lies."""
+    tokenizer_dir: Path
+    bos: int | None = None
+    """The token that training put in front of every window; None: whatever the tokenizer does."""
+
+    @property
+    def is_checkpoint(self) -> bool:
+        return self.hf != self.path
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer; it puts :attr:`bos` in front by itself."""
+        tokenizer = load_tokenizer(self.tokenizer_dir)
+        if self.bos is not None:
+            put_in_front(tokenizer, self.bos)
+        return tokenizer
+
+    def positions(self) -> int | None:
+        """Tokens that the model's config allows, None where it names no limit."""
+        values = json.loads((self.hf / "config.json").read_text())
+        values = values.get("text_config", values)
+        limit = values.get("max_position_embeddings") or values.get("n_positions")
+        return int(limit) if limit else None
+
+    def digest(self) -> str:
+        """A fingerprint of the weights: a checkpoint's manifest has the checksums of its files; of
+        a Hugging Face folder every file's size and 64 blocks spread over it are read."""
+        hasher = hashlib.blake2b(digest_size=16)
+        if self.is_checkpoint:
+            from ...train.checkpoint_files import MANIFEST
+
+            hasher.update((self.path / MANIFEST).read_bytes())
+            return hasher.hexdigest()
+        for file in sorted([*self.path.glob("*.safetensors"), *self.path.glob("*.bin")]):
+            size = file.stat().st_size
+            hasher.update(f"{file.name} {size}".encode())
+            with file.open("rb") as handle:
+                for block in range(SAMPLED_BLOCKS):
+                    handle.seek(block * size // SAMPLED_BLOCKS)
+                    hasher.update(handle.read(BLOCK_BYTES))
+        hasher.update((self.hf / "config.json").read_bytes())
+        return hasher.hexdigest()
+
+    @contextmanager
+    def folder(self) -> Iterator[Path]:
+        """A folder that stock transformers loads; a checkpoint is exported for as long."""
+        if not self.is_checkpoint:
+            yield self.path
+            return
+        from ...train.export import export_checkpoint
+
+        holder = Path(tempfile.mkdtemp(prefix="anchorcontext-"))
+        try:
+            export_checkpoint(self.path, holder / "hf", tokenizer=self.tokenizer_dir)
+            yield holder / "hf"
+        finally:
+            shutil.rmtree(holder, ignore_errors=True)
+
+
+def find_targets(
+    sources: Sequence[str | Path],
+    *,
+    snapshots: int = 1,
+    apart: int | None = None,
+    tokenizer: Path | None = None,
+    bos: bool | None = None,
+) -> list[Target]:
+    """Everything that ``sources`` mean, in order.
+
+    Args:
+        sources: Hugging Face folders, runs, their configs (YAML), checkpoints.
+        snapshots: how many of a run's last checkpoints; more than 1 only for one run.
+        apart: steps between them; default: whatever the run saved.
+        tokenizer: a folder, in place of the model's own.
+        bos: put BOS in front of every prompt. Default: as training did, for checkpoints; as the
+            tokenizer does, for folders.
+
+    Raises:
+        UserError: nothing to evaluate there, or not as many snapshots.
+    """
+    if snapshots > 1 and len(sources) > 1:
+        raise UserError("--snapshots: for one run; name the checkpoints themselves, or one run")
+    targets = [
+        _target(path, tokenizer, bos)
+        for source in sources
+        for path in _paths(Path(source), snapshots, apart)
+    ]
+    names = [target.name for target in targets]
+    twice = {name for name in names if names.count(name) > 1}
+    if twice:
+        raise UserError(f"{', '.join(sorted(twice))}: named twice; every model counts once")
+    return targets
+
+
+def put_in_front(tokenizer: PreTrainedTokenizerBase, token: int) -> None:
+    """Make ``tokenizer`` begin every text with ``token``, once."""
+    if tokenizer("a")["input_ids"][:1] == [token]:
+        return
+    from tokenizers.processors import Sequence as Chain
+    from tokenizers.processors import TemplateProcessing
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UserError(
+            "this tokenizer is not a fast one, so BOS cannot be put in front; give a tokenizer "
+            "folder with tokenizer.json, or --no-bos"
+        )
+    name = tokenizer.convert_ids_to_tokens(token)
+    front = TemplateProcessing(single=f"{name} $A", special_tokens=[(name, token)])
+    old = backend.post_processor
+    backend.post_processor = front if old is None else Chain([old, front])
+
+
+def _paths(source: Path, snapshots: int, apart: int | None) -> list[Path]:
+    """The folders with weights that one argument means."""
+    from ...train.checkpoint_files import MANIFEST, find_checkpoints
+    from ...train.export import find_checkpoint
+
+    if source.suffix in (".yaml", ".yml") and source.is_file():
+        run = load_config(source).run
+        source = Path(run.output_dir) / run.name
+    if not source.is_dir():
+        raise UserError(
+            f"{source}: no such folder; give a Hugging Face folder, a run, a checkpoint or a "
+            "run's config"
+        )
+    if snapshots == 1:
+        hf = (source / "config.json").is_file() and not (source / MANIFEST).is_file()
+        return [source if hf else find_checkpoint(source)]
+    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    complete, _ = find_checkpoints(folder)
+    by_step = {checkpoint.step: checkpoint.path for checkpoint in complete}
+    steps = sorted(by_step)
+    if apart is not None and steps:
+        wanted = [steps[-1] - apart * back for back in reversed(range(snapshots))]
+    else:
+        wanted = steps[-snapshots:]
+    missing = [step for step in wanted if step not in by_step]
+    if missing or len(wanted) < snapshots:
+        raise UserError(
+            f"--snapshots {snapshots}{f' --apart {apart}' if apart else ''}: {folder} has "
+            f"{len(steps)} complete checkpoints, of steps {steps}; train with checkpoint.every = "
+            f"{apart or 10} and checkpoint.keep >= {snapshots}, or ask for fewer"
+        )
+    return [by_step[step] for step in wanted]
+
+
+def _target(path: Path, tokenizer: Path | None, bos: bool | None) -> Target:
+    from ...train.checkpoint_files import CONFIG, HF, MANIFEST
+
+    path = path.resolve()
+    if (path / MANIFEST).is_file():
+        config = load_config(path / CONFIG)
+        folder = tokenizer or _trained_with(config)
+        token = resolve_anchor(load_tokenizer(folder), config.data.anchor)
+        run = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
+        front = None if bos is False else token
+        return Target(f"{run}-{path.name}", path, path / HF, folder, front)
+    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
+        raise UserError(f"{path}: has a config.json but no weights (*.safetensors)")
+    folder = tokenizer or path
+    front = None
+    if bos:
+        front = resolve_anchor(load_tokenizer(folder), "auto")
+    return Target(path.name, path, path, folder, front)
+
+
+def _trained_with(config: Config) -> Path:
+    from ...train.export import prepared_tokenizer
+
+    folder = prepared_tokenizer(config)
+    if folder is None:
+        raise UserError(
+            f"the tokenizer of run {config.run.name!r} is gone ({config.data.path}); give "
+            "--tokenizer FOLDER"
+        )
+    return folder

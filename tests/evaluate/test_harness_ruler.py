@@ -1,0 +1,306 @@
+"""RULER's prompts hold their answers, whole, within the length, whatever reads them.
+
+One file, because the harness's word list takes ten seconds to import.
+"""
+
+import json
+from collections import Counter
+
+import pytest
+from click.testing import CliRunner
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+
+from anchorcontext.cli.evaluate import command
+from anchorcontext.errors import UserError
+from anchorcontext.evaluate.harness.catalog import PRESETS, RULER
+from anchorcontext.evaluate.harness.prompts import PromptFormat, fit
+from anchorcontext.evaluate.harness.ruler import ruler_rows
+from anchorcontext.evaluate.harness.run import Options, run_units, score_fitted
+from anchorcontext.evaluate.harness.sources import Sources
+from anchorcontext.evaluate.harness.target import find_targets, put_in_front
+from anchorcontext.testing.models import tiny_model
+from anchorcontext.testing.readers import ConstantReader, FirstNeedleReader, PerfectReader
+
+SAMPLES = 4
+LENGTHS = (512, 1500, 8192)
+CHAT = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.content }}"
+    "{% if not loop.last %}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}\n[assistant]\n{% endif %}"
+)
+
+
+def word_tokenizer(*, adds_bos: bool = False, chat: bool = False) -> PreTrainedTokenizerFast:
+    """A token a word: no vocabulary is needed to count them."""
+    vocabulary = {"<unk>": 0, "<bos>": 1, "<eos>": 2}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        unk_token="<unk>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        chat_template=CHAT if chat else None,
+    )
+    if adds_bos:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single="<bos> $A", special_tokens=[("<bos>", 1)]
+        )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory) -> Sources:
+    """A haystack shorter than the lengths, and questions about documents of 40 words."""
+    folder = tmp_path_factory.mktemp("texts")
+    haystack = folder / "haystack.txt"
+    sentences = [f"Dr. Brown saw ship number {n} leave the harbour." for n in range(400)]
+    haystack.write_text(" ".join(sentences))
+    facts = [(f"subject{n}", f"answer{n}x") for n in range(600)]
+    texts = {
+        name: f"The colour of {name} is {value}. " + "So it goes. " * 12 for name, value in facts
+    }
+    squad = {
+        "data": [
+            {
+                "paragraphs": [
+                    {
+                        "context": texts[name],
+                        "qas": [
+                            {
+                                "question": f"What is the colour of {name}?",
+                                "answers": [{"text": value}, {"text": f"a shade of {value}"}],
+                                "is_impossible": False,
+                            },
+                            {"question": "Why?", "answers": [], "is_impossible": True},
+                        ],
+                    }
+                ]
+            }
+            for name, value in facts
+        ]
+    }
+    hotpotqa = [
+        {
+            "question": f"What is the colour of {name}?",
+            "answer": value,
+            "context": [[name, [texts[name]]], ["Other", [texts[facts[(n + 1) % 600][0]]]]],
+        }
+        for n, (name, value) in enumerate(facts)
+    ]
+    (folder / "squad.json").write_text(json.dumps(squad))
+    (folder / "hotpotqa.json").write_text(json.dumps(hotpotqa))
+    return Sources(haystack, [folder / "squad.json", folder / "hotpotqa.json"])
+
+
+@pytest.fixture(scope="module")
+def fitted(sources):
+    """Every task at every length, drawn once."""
+    form = PromptFormat(word_tokenizer())
+    return {
+        (name, length): fit(RULER[name], length, SAMPLES, form, sources)
+        for name in RULER
+        for length in LENGTHS
+    }
+
+
+def score(fitted, reader, name, length) -> float:
+    """Percent, out of the harness's own results."""
+    results = score_fitted(fitted[name, length], reader)
+    return 100 * results["results"][name][f"{length},none"]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", RULER)
+def test_readers_score_what_they_can(fitted, name, length):
+    assert score(fitted, PerfectReader(), name, length) == 100
+    assert score(fitted, ConstantReader(), name, length) == 0
+    first = score(fitted, FirstNeedleReader(), name, length)
+    assert first == pytest.approx(expected_of_the_first(fitted, name, length))
+
+
+def expected_of_the_first(fitted, name, length) -> float:
+    """What answering with the first candidate is worth, from the drawn rows."""
+    known = {"niah_multivalue": 25, "niah_multiquery": 25, "ruler_vt": 20}
+    known |= dict.fromkeys(("niah_single_1", "niah_single_2", "niah_single_3"), 100)
+    if name in known:
+        return known[name]
+    shares = []
+    for row in fitted[name, length].rows:
+        text, outputs = row["input"], row["outputs"]
+        if name == "ruler_cwe":
+            first = text.split("1. ", 1)[1].split(" 2. ")[0]
+        elif name == "ruler_fwe":
+            first = next(w for w in text.split("coded words. ")[1].split() if w != "...")
+        else:
+            marker = "The colour of" if name.startswith("ruler_qa") else "One of the special magic"
+            first = text[text.index(marker) :].split(".", 1)[0]
+        hits = [output in first for output in outputs]
+        shares.append(any(hits) if name.startswith("ruler_qa") else sum(hits) / len(hits))
+    return 100 * sum(shares) / len(shares)
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("name", RULER)
+def test_prompt_and_answer_keep_within_the_length(fitted, name, length):
+    found = fitted[name, length]
+    assert len(found.rows) == SAMPLES
+    assert max(found.tokens) + found.spec.generates <= length
+    for row in found.rows:
+        if not name.startswith("ruler_qa"):
+            assert all(output in row["input"] for output in row["outputs"])
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("name", ["niah_multiquery", "ruler_fwe", "ruler_vt"])
+def test_bos_and_template_count_against_the_length(sources, name, chat):
+    """Both add tokens that the generators leave out; BOS stands there once."""
+    form = PromptFormat(word_tokenizer(adds_bos=True, chat=True), chat)
+    for length in range(700, 760, 20):
+        found = fit(RULER[name], length, 2, form, sources)
+        assert max(found.tokens) + found.spec.generates <= length
+        for row in found.rows:
+            prompt = form.render(found.task, row)
+            assert form.token_ids(prompt)[:2] == [1, 0]
+            assert prompt.endswith(row["gen_prefix"])
+            assert ("[assistant]" in prompt) == chat
+
+
+def test_a_chat_template_that_is_not_there_is_refused():
+    with pytest.raises(UserError, match="chat-template"):
+        PromptFormat(word_tokenizer(), chat=True)
+
+
+def test_two_bos_are_refused():
+    form = PromptFormat(word_tokenizer(adds_bos=True))
+    assert form.token_ids("<bos> a") == [1, 0]
+    with pytest.raises(UserError, match="twice"):
+        form.token_ids("<bos> <bos> a")
+
+
+def test_bos_is_put_in_front_once():
+    tokenizer = word_tokenizer()
+    for _ in range(2):
+        put_in_front(tokenizer, 1)
+        assert tokenizer("a b")["input_ids"] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("name", [name for name in RULER if not name.startswith("ruler_qa")])
+def test_too_small_a_length_is_an_error_not_a_hang(sources, name):
+    form = PromptFormat(word_tokenizer())
+    length = 90 if name == "ruler_fwe" else 160
+    with pytest.raises(UserError, match=rf"at {length} tokens: its smallest prompt"):
+        fit(RULER[name], length, 2, form, sources)
+
+
+def test_prompts_are_the_harness_own(tmp_path, sources):
+    """At a length that the harness's tasks can make, sample for sample, in any order of tasks."""
+    import random
+
+    import numpy as np
+    from lm_eval.tasks.ruler import cwe_utils, fwe_utils, niah_utils, vt_utils
+
+    word_tokenizer().save_pretrained(tmp_path)
+    fresh = random.Random(42)  # as after import
+    fresh.shuffle(list(cwe_utils.WORDS))
+    cwe_utils.RNG.setstate(fresh.getstate())
+    for name, draw, length in [
+        ("ruler_cwe", cwe_utils.get_cw_dataset, 600),
+        ("niah_multikey_2", niah_utils.niah_multikey_2, 400),
+        ("ruler_vt", vt_utils.get_vt_dataset, 1050),
+        ("ruler_fwe", fwe_utils.fwe_download, 400),
+    ]:
+        random.seed(0)
+        np.random.seed(1234)
+        theirs = list(draw(max_seq_lengths=[length], tokenizer=str(tmp_path))["test"])
+        assert ruler_rows(RULER[name], word_tokenizer(), length, 3, sources) == theirs[:3], name
+
+
+def test_drawing_leaves_the_callers_random_numbers_alone(sources):
+    import random
+
+    import numpy as np
+
+    random.seed(7)
+    np.random.seed(7)
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    ruler_rows(RULER["ruler_vt"], word_tokenizer(), 1100, 1, sources)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+
+
+def test_a_short_question_file_is_refused_where_the_harness_would_mix_up_documents(tmp_path):
+    document = {"context": "The colour of x is y.", "qas": []}
+    document["qas"] = [{"question": "What is the colour of x?", "answers": [{"text": "y"}]}]
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps({"data": [{"paragraphs": [document]}]}))
+    with pytest.raises(UserError, match="1 documents"):
+        ruler_rows(RULER["ruler_qa_squad"], word_tokenizer(), 600, 1, Sources(None, [path]))
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A tiny model that says nothing sensible, with the tokenizer of the prompts."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tiny_model(max_position_embeddings=2048).save_pretrained(folder)
+    word_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_one_command_from_folder_to_tables_and_again_without_computing(
+    model_folder, tmp_path, monkeypatch
+):
+    arguments = [str(model_folder), "--tasks", "vt,qa_squad", "--lengths", "600,700"]
+    arguments += ["--samples", "2", "--dtype", "fp32", "--device", "cpu"]
+    arguments += ["--output", str(tmp_path), "--json", str(tmp_path / "found.json")]
+    shown = CliRunner().invoke(command, arguments)
+    assert shown.exit_code == 1, shown.output  # a task was skipped
+    assert "--qa SQUAD.json" in shown.output
+    report = json.loads((tmp_path / "found.json").read_text())["harness"]
+    assert Counter(unit["length"] for unit in report["results"]) == {600: 1, 700: 1}
+    assert report["scores"]["ruler_vt"]["600"]["mean"] == 0
+    assert "ruler_qa_squad" not in report["scores"]
+    assert "| VT | 0.00 | 0.00 |" in (tmp_path / "results.md").read_text()
+    (samples,) = (tmp_path / "tiny" / "ruler_vt-600").glob("samples_ruler_vt_*.jsonl")
+    assert len(samples.read_text().splitlines()) == 2
+    (results,) = (tmp_path / "tiny" / "ruler_vt-600").glob("results_*.json")
+    assert json.loads(results.read_text())["results"]["ruler_vt"]["600,none"] == 0
+
+    def no_model(*_):
+        raise AssertionError("everything was stored")
+
+    monkeypatch.setattr("anchorcontext.evaluate.harness.run.open_model", no_model)
+    again = CliRunner().invoke(command, arguments)
+    assert "2 results were there already" in again.output, again.output
+    with pytest.raises(AssertionError, match="everything was stored"):  # other samples
+        CliRunner().invoke(command, [*arguments, "--samples", "1"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lengths": (4096,)}, "max_position_embeddings = 2,048"),
+        ({"device": "cuda"}, "no GPU"),
+        ({"lengths": (300,)}, "smallest prompt"),
+    ],
+)
+def test_mistakes_are_named_before_weights_are_read(
+    model_folder, tmp_path, monkeypatch, change, message
+):
+    monkeypatch.setattr("anchorcontext.evaluate.harness.run.open_model", None)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    options = Options(**{"lengths": (600,), "samples": 1, **change})
+    with pytest.raises(UserError, match=message):
+        run_units(find_targets([model_folder]), ["ruler_vt"], options, tmp_path)
+
+
+def test_what_needs_a_download_is_skipped_by_name(model_folder, tmp_path):
+    options = Options(lengths=(600,), samples=1)
+    tasks = ["hellaswag", "niah_single_2", "ruler_qa_hotpot"]
+    findings = run_units(find_targets([model_folder]), tasks, options, tmp_path)
+    assert findings.results == []
+    assert set(findings.skipped) == set(tasks)
+    assert "--haystack" in findings.skipped["niah_single_2"]
+    assert set(PRESETS["ruler-13"]) >= {"niah_single_2"}
