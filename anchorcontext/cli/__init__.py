@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "Train; resumes by itself. Run it under torchrun, deepspeed or srun.",
     "submit": "Train as a SLURM job: show and submit the batch script.",
     "parity": "Compare the distributed run with a single device; exits 1 past tolerance.",
+    "evaluate": "Score models: RULER, LongBench, HellaSwag, MMLU, loss by position.",
     "diagnose": "Measure what low precision does to RoPE and attention, and where.",
     "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",
     "export": "Turn a checkpoint into a plain Hugging Face folder.",
