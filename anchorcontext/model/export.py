@@ -6,12 +6,14 @@ import json
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,6 +28,7 @@ from .quiet import quiet_progress
 log = logging.getLogger(__name__)
 
 MAX_SHARD_SIZE = "5GB"
+FILE_BYTES = 5 * 10**9
 TOKENIZER_PATTERNS = (
     "tokenizer*",
     "special_tokens_map.json",
@@ -77,28 +80,99 @@ def export_model(
         UserError: tensors missing, left over, empty or of another shape; the folder exists.
     """
     out = Path(out_dir)
+    dtype = dtype or _dtype_of(config, state_dict)
+    with _beside(out, overwrite) as folder:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        state = _complete(dict(state_dict), skeleton, config)
+        _keep_generation_config(skeleton, tokenizer_dir)
+        cast = {name: tensor.detach().to(dtype).contiguous() for name, tensor in state.items()}
+        with quiet_progress():
+            skeleton.save_pretrained(folder, state_dict=cast, max_shard_size=MAX_SHARD_SIZE)
+        copied = _copy_tokenizer(tokenizer_dir, folder) if tokenizer_dir is not None else 0
+        return _read_back(folder, skeleton, state, dtype, out, copied > 0)
+
+
+def export_one_by_one(
+    shapes: Mapping[str, torch.Size],
+    read: Callable[[str], torch.Tensor],
+    config: PreTrainedConfig,
+    out_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    tokenizer_dir: str | Path | None = None,
+    overwrite: bool = False,
+    file_bytes: int = FILE_BYTES,
+) -> ExportReport:
+    """As :func:`export_model`, for weights that are read one at a time: it holds those of one file.
+
+    Args:
+        shapes: of all tensors, by name; of tied ones either or both.
+        read: a tensor by its name, any dtype.
+        file_bytes: a file is closed before it exceeds so many, unless one tensor does.
+    """
+    out = Path(out_dir)
+    with _beside(out, overwrite) as folder:
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            state = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+        tied = dict(getattr(skeleton, "all_tied_weights_keys", None) or {})
+        state |= {name: state[source] for name, source in tied.items() if source in state}
+        names = [name for name in _matching(state, skeleton, config) if name not in tied]
+        _keep_generation_config(skeleton, tokenizer_dir)
+        skeleton.config.architectures = [type(skeleton).__name__]
+        skeleton.config.save_pretrained(folder)
+        if skeleton.can_generate():
+            skeleton.generation_config.save_pretrained(folder)
+        _write_files(folder, {name: state[name].nbytes for name in names}, read, dtype, file_bytes)
+        copied = _copy_tokenizer(tokenizer_dir, folder) if tokenizer_dir is not None else 0
+        return _read_back(folder, skeleton, state, dtype, out, copied > 0)
+
+
+def _write_files(
+    folder: Path,
+    sizes: Mapping[str, int],
+    read: Callable[[str], torch.Tensor],
+    dtype: torch.dtype,
+    file_bytes: int,
+) -> None:
+    """Safetensors files and, where there are several, their index, named as transformers does."""
+    files: list[list[str]] = [[]]
+    filled = 0
+    for name, size in sizes.items():
+        if files[-1] and filled + size > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(name)
+        filled += size
+    places: dict[str, str] = {}
+    for number, names in enumerate(files, start=1):
+        part = f"-{number:05d}-of-{len(files):05d}" if len(files) > 1 else ""
+        file = f"model{part}.safetensors"
+        weights = {name: read(name).detach().to(dtype).contiguous() for name in names}
+        save_file(weights, folder / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text)
+
+
+@contextmanager
+def _beside(out: Path, overwrite: bool) -> Iterator[Path]:
+    """A folder that becomes ``out`` when the block succeeds, and is gone when it fails."""
     if out.exists() and not overwrite:
         raise UserError(
             f"{out} exists: choose another folder, or allow it to be replaced (--overwrite)"
         )
-    dtype = dtype or _dtype_of(config, state_dict)
-    with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    state = _complete(dict(state_dict), skeleton, config)
     out.parent.mkdir(parents=True, exist_ok=True)
     beside = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".part", dir=out.parent))
     try:
-        _keep_generation_config(skeleton, tokenizer_dir)
-        cast = {name: tensor.detach().to(dtype).contiguous() for name, tensor in state.items()}
-        with quiet_progress():
-            skeleton.save_pretrained(beside, state_dict=cast, max_shard_size=MAX_SHARD_SIZE)
-        copied = _copy_tokenizer(tokenizer_dir, beside) if tokenizer_dir is not None else 0
-        report = _read_back(beside, skeleton, state, dtype, out, copied > 0)
+        yield beside
         _open_permissions(beside)
         _swap(beside, out)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
-    return report
 
 
 def _complete(
@@ -115,6 +189,13 @@ def _complete(
                 "tie_word_embeddings to what the model was trained with"
             )
         state[name] = state[source]
+    return _matching(state, skeleton, config)
+
+
+def _matching(
+    state: dict[str, torch.Tensor], skeleton: PreTrainedModel, config: PreTrainedConfig
+) -> dict[str, torch.Tensor]:
+    """The state dict, after its names and shapes were compared with the skeleton's."""
     expected = {name: tensor.shape for name, tensor in skeleton.state_dict().items()}
     missing, extra = sorted(set(expected) - set(state)), sorted(set(state) - set(expected))
     if missing or extra:

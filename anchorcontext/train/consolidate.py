@@ -5,6 +5,7 @@ Names are those of the Hugging Face model: the prefix of ``TrainModel``, which h
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,27 @@ if TYPE_CHECKING:
     from deepspeed import DeepSpeedEngine
 
 
+def consolidated_weights(checkpoint_dir: str | Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """As :func:`load_consolidated_state_dict`, one weight at a time; of tied ones the first.
+
+    Raises:
+        UserError: the folder holds no complete checkpoint, or a damaged one.
+    """
+    saved = _saved_engine(checkpoint_dir)
+    for name, buffer in saved.buffers().items():
+        yield strip_wrapper(name), buffer.float()
+    for state in saved.parameters():
+        yield strip_wrapper(state.name), state.master
+
+
+def _saved_engine(checkpoint_dir: str | Path) -> SavedEngine:
+    checkpoint = read_checkpoint(Path(checkpoint_dir))
+    reason = damage(checkpoint.path.rglob("*.pt"))
+    if reason is not None:
+        raise UserError(f"damaged checkpoint: {reason}; take another one, or restore a copy")
+    return SavedEngine(checkpoint)
+
+
 def load_consolidated_state_dict(checkpoint_dir: str | Path) -> dict[str, torch.Tensor]:
     """The fp32 weights of a complete checkpoint of any ZeRO stage, on the CPU.
 
@@ -28,11 +50,7 @@ def load_consolidated_state_dict(checkpoint_dir: str | Path) -> dict[str, torch.
     Raises:
         UserError: the folder holds no complete checkpoint, or a damaged one.
     """
-    checkpoint = read_checkpoint(Path(checkpoint_dir))
-    reason = damage(checkpoint.path.rglob("*.pt"))
-    if reason is not None:
-        raise UserError(f"damaged checkpoint: {reason}; take another one, or restore a copy")
-    saved = SavedEngine(checkpoint)
+    saved = _saved_engine(checkpoint_dir)
     weights = {name: buffer.float() for name, buffer in saved.buffers().items()}
     weights |= {state.name: state.master for state in saved.parameters()}
     weights |= {name: weights[twin] for name, twin in saved.tied.items()}
@@ -40,7 +58,7 @@ def load_consolidated_state_dict(checkpoint_dir: str | Path) -> dict[str, torch.
     empty = [name for name, weight in weights.items() if weight.numel() == 0]
     if empty or not weights:
         raise UserError(
-            f"{checkpoint.path}: {len(empty)} of {len(weights)} weights are empty "
+            f"{checkpoint_dir}: {len(empty)} of {len(weights)} weights are empty "
             f"({', '.join(empty[:3])}): the checkpoint cannot be consolidated; take another one"
         )
     return weights

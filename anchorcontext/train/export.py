@@ -38,22 +38,28 @@ def export_checkpoint(
     Raises:
         UserError: the checkpoint is incomplete or damaged, or ``out`` exists.
     """
-    from transformers import AutoConfig
-
     config = load_config(checkpoint / CONFIG)
     weights = load_consolidated_state_dict(checkpoint)
-    hf_config = AutoConfig.from_pretrained(checkpoint / HF)
     tokenizer = tokenizer or prepared_tokenizer(config)
-    if config.model.scratch is not None and tokenizer is not None:
-        _adopt_special_tokens(hf_config, tokenizer)
     return export_model(
         weights,
-        hf_config,
+        exported_config(checkpoint, config, tokenizer),
         out,
         dtype=DTYPES[dtype or config.model.dtype],
         tokenizer_dir=tokenizer,
         overwrite=overwrite,
     )
+
+
+def exported_config(checkpoint: Path, config: Config, tokenizer: Path | None) -> PreTrainedConfig:
+    """The Hugging Face config of a checkpoint, with ``tokenizer``'s special tokens where the model
+    is from scratch."""
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(checkpoint / HF)
+    if config.model.scratch is not None and tokenizer is not None:
+        _adopt_special_tokens(hf_config, tokenizer)
+    return hf_config
 
 
 def find_checkpoint(source: Path) -> Path:

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from anchorcontext.cli import group
 from anchorcontext.config import load_config
 from anchorcontext.model import build_model, load
-from anchorcontext.train import consolidate
+from anchorcontext.train import export as train_export
 from anchorcontext.train.checkpoint_files import write_manifest
 
 SCRATCH = {
@@ -52,7 +52,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         seed = int(Path(checkpoint).name[5:])
         return dict(model_of(checkpoint, window_tokens=8, seed=seed).state_dict())
 
-    monkeypatch.setattr(consolidate, "load_consolidated_state_dict", weights)
+    monkeypatch.setattr(train_export, "load_consolidated_state_dict", weights)
     return tmp_path / "runs" / "tiny"
 
 
@@ -88,7 +88,7 @@ def test_one_checkpoint_and_another_dtype(run, tmp_path):
     result = export(checkpoint, tmp_path / "out", "--dtype", "fp32")
     assert result.exit_code == 0, result.output
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    expected = consolidate.load_consolidated_state_dict(checkpoint)
+    expected = train_export.load_consolidated_state_dict(checkpoint)
     assert model.dtype == torch.float32
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, expected[name])
