@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -68,10 +69,22 @@ def run_figures(run: RunHistory) -> dict[str, str]:
     }
     drawn = {}
     for title, draw in panels.items():
-        svg = _svg(draw, run, title)
+        svg = figure_svg(partial(_with_steps, draw, run), title)
         if svg is not None:
             drawn[title] = svg
     return drawn
+
+
+def _with_steps(draw: Callable[[Axes, RunHistory], bool], run: RunHistory, axes: Axes) -> bool:
+    """Draw a panel; its horizontal axis is the run's steps where it says nothing else."""
+    if not draw(axes, run):
+        return False
+    if not axes.get_xlabel():
+        if run.records:
+            last = max(run.records[-1]["step"], 2)
+            axes.set_xlim(min(run.records[0]["step"], last - 1), last)
+        axes.set_xlabel("step")
+    return True
 
 
 def spans(
@@ -89,20 +102,20 @@ def spans(
     )
 
 
-def _svg(draw: Callable[[Axes, RunHistory], bool], run: RunHistory, title: str) -> str | None:
+def figure_svg(draw: Callable[[Axes], bool], title: str) -> str | None:
+    """The ``<svg>`` of what ``draw`` puts on a pair of axes; None where it says there is nothing.
+
+    Raises:
+        UserError: matplotlib is not installed.
+    """
     figure = new_figure(width=4.9, height=2.5)
     import matplotlib
 
     # Ids are hashed with the title: several pictures share one page.
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": title}):
         axes = figure.add_subplot()
-        if not draw(axes, run):
+        if not draw(axes):
             return None
-        if not axes.get_xlabel():
-            if run.records:
-                last = max(run.records[-1]["step"], 2)
-                axes.set_xlim(min(run.records[0]["step"], last - 1), last)
-            axes.set_xlabel("step")
         # The page's own font may be wider than the one that the picture was laid out with.
         figure.set_layout_engine("constrained", w_pad=0.1)
         out = io.StringIO()
