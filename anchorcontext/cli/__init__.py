@@ -23,6 +23,7 @@ COMMANDS = {
     "diagnose": "Measure what low precision does to RoPE and attention, and where.",
     "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",
     "export": "Turn a checkpoint into a plain Hugging Face folder.",
+    "average": "Average snapshots: their weights, or their scores.",
     "import-gguf": "Turn a GGUF file into a plain Hugging Face folder.",
     "bench": "Compare layouts, exchanges and steps with named baselines.",
     "doctor": "Show packages and attention engines, and how to add what is missing.",
