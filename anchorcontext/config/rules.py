@@ -39,6 +39,7 @@ def broken_rules(config: Config) -> list[Problem]:
         *_train(config),
         *_checkpoint(config),
         *_evaluate(config),
+        *_profile(config),
         *_exchange(config),
         *_backend(config),
         *broken_controls(config),
@@ -303,6 +304,17 @@ def _evaluate(config: Config) -> Iterator[Problem]:
                 f"must not exceed data.window_tokens = {data.window_tokens}",
                 f"leave {length} out",
             )
+
+
+def _profile(config: Config) -> Iterator[Problem]:
+    profile, steps = config.watch.profile, config.train.steps
+    if profile is not None and profile.first > steps:
+        yield Problem(
+            "watch.profile.from",
+            profile.first,
+            f"lies behind the last step, train.steps = {steps}: nothing would be recorded",
+            f"set it to {steps} or less",
+        )
 
 
 def _exchange(config: Config) -> Iterator[Problem]:

@@ -49,7 +49,7 @@ class ConsoleSink:
     def log(self, record: StepRecord) -> None:
         """Show one record."""
         self._marks.append((record.step, time.monotonic()))
-        text = f"{describe(record)}  left {_duration(self.seconds_left())}"
+        text = f"{describe(record)}  left {duration(self.seconds_left())}"
         if self._bar is None:
             self._stream.write(f"step {record.step}/{self.total_steps}  {text}\n")
             self._stream.flush()
@@ -110,7 +110,8 @@ def _short(number: float) -> str:
     return f"{number:.3g}"
 
 
-def _duration(seconds: float | None) -> str:
+def duration(seconds: float | None) -> str:
+    """``hours:minutes:seconds``; ``-`` for None."""
     if seconds is None:
         return "-"
     minutes, rest = divmod(round(seconds), 60)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -48,7 +49,10 @@ class RunHistory:
 
     @property
     def starts(self) -> list[dict[str, Any]]:
-        """The ``start`` events, each with ``ended``: how what it started came to its end."""
+        """The ``start`` events, each with ``ended``: how what it started came to its end.
+
+        ``seconds_down``, where known: how long no process had written anything before it.
+        """
         found: list[dict[str, Any]] = []
         for event in self.events:
             if event["event"] == "start":
@@ -64,6 +68,18 @@ class RunHistory:
         """Step -> what was measured after it, by name; of a repeated step the last counts."""
         found = {e["step"]: e["values"] for e in self.events if e["event"] == "evaluation"}
         return {step: found[step] for step in sorted(found)}
+
+    @property
+    def seconds_down(self) -> float | None:
+        """Between the ends of processes and the starts after them, but not after the run was done;
+        None where no start says so."""
+        starts = self.starts
+        pauses = [
+            start["seconds_down"]
+            for before, start in itertools.pairwise(starts)
+            if before["ended"] != "done" and start.get("seconds_down") is not None
+        ]
+        return sum(pauses) if pauses else None
 
     @property
     def state(self) -> str:

@@ -24,9 +24,10 @@ class JsonlSink:
 
     A run that resumes from a checkpoint repeats the steps after it, so on opening the records with
     ``step > resume_step`` are dropped, and with them what a kill left of an unfinished last line.
-    Events are history (restarts, saves, parity checks) and stay; they carry ``"event"`` and
-    ``"time"``, records do not. The first event after opening says how many records were dropped:
-    ``"superseded"``, steps whose work was lost.
+    Events are history (restarts, saves, parity checks) and stay; they carry ``"event"``, records do
+    not. Both carry ``"time"``, seconds since 1970 (UTC). The first event after opening says how
+    many records were dropped, ``"superseded"``: steps whose work was lost; and how long nothing had
+    been written, ``"seconds_down"``: from the last line of the process before, dropped or not.
 
     Args:
         path: the file; it and its folder are created when missing.
@@ -39,7 +40,9 @@ class JsonlSink:
     def __init__(self, path: str | Path, resume_step: int = 0) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._last_step, self._superseded = _drop_records_after(self.path, resume_step)
+        self._last_step, self._superseded, self._written = _drop_records_after(
+            self.path, resume_step
+        )
         self._file = self.path.open("a", encoding="utf-8")
         self._torn = False
 
@@ -55,15 +58,18 @@ class JsonlSink:
                 f"step {record.step} was logged after step {self._last_step}; steps must increase: "
                 "open the file with the step of the checkpoint the run resumed from"
             )
-        self._write(record.as_dict())
+        self._write({**record.as_dict(), "time": _now()})
         self._last_step = record.step
 
     def event(self, name: str, **values: Any) -> None:
-        """Append one event with the time of day (seconds since 1970, UTC)."""
-        values = json_values(redact(values))
+        """Append one event."""
+        values, now = json_values(redact(values)), _now()
         if self._superseded:
             values["superseded"], self._superseded = self._superseded, 0
-        self._write({"event": name, "time": round(time.time(), 3), **values})
+        if self._written is not None:
+            values["seconds_down"] = round(max(now - self._written, 0.0), 3)
+            self._written = None
+        self._write({"event": name, "time": now, **values})
 
     def evaluation(self, step: int, values: Mapping[str, float], seconds: float) -> None:
         """Append an event ``evaluation``; a repeated step has several, of which the last counts."""
@@ -100,16 +106,22 @@ def read_metrics(path: str | Path) -> tuple[list[dict[str, Any]], list[dict[str,
     return [records[step] for step in sorted(records)], events
 
 
-def _drop_records_after(path: Path, resume_step: int) -> tuple[int, int]:
-    """Rewrite the file without later records and broken lines; the last step that is left, and the
-    number of records dropped."""
+def _now() -> float:
+    return round(time.time(), 3)
+
+
+def _drop_records_after(path: Path, resume_step: int) -> tuple[int, int, float | None]:
+    """Rewrite the file without later records and broken lines; the last step that is left, the
+    number of records dropped, and when the last line was written."""
     if not path.exists():
-        return 0, 0
+        return 0, 0, None
     last_step = dropped = broken = 0
+    written = None
     beside = path.with_name(path.name + ".partial")
     with open(beside, "w", encoding="utf-8") as kept:
         for line, values in _parsed(path):
             step = None if values is None or "event" in values else values.get("step")
+            written = (values or {}).get("time", written)
             if values is None:
                 broken += 1
             elif isinstance(step, int) and not last_step < step <= resume_step:
@@ -127,7 +139,7 @@ def _drop_records_after(path: Path, resume_step: int) -> tuple[int, int]:
         )
     else:
         os.remove(beside)
-    return last_step, dropped
+    return last_step, dropped, written
 
 
 def json_values(value: Any) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.yaml_io import to_yaml
+from .console import duration
 from .history import PARTS, PROBLEMS, RunHistory, local_time, read_run, seconds_of
 from .page import figures, page, table, tiles, write_page
 from .redact import redact
@@ -96,13 +97,19 @@ def _starts(run: RunHistory) -> list[str]:
             local_time(start.get("time")),
             start.get("step"),
             start.get("ranks"),
+            duration(start.get("seconds_down")),
             start.get("superseded", 0),
             str(start.get("commit") or "-")[:12],
             start["ended"],
         )
         for start in run.starts
     ]
-    return [table(rows, ("time", "after step", "ranks", "steps repeated", "commit", "ended"))]
+    note = (
+        "down before: from the last line of the process before to the start, most of start-up "
+        f"included; {duration(run.seconds_down)} in all."
+    )
+    head = ("time", "after step", "ranks", "down before", "steps repeated", "commit", "ended")
+    return [table(rows, head), f'<p class="soft">{note}</p>']
 
 
 def _events(run: RunHistory) -> list[str]:

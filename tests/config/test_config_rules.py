@@ -49,6 +49,11 @@ def message(path: Path, *overrides: str) -> str:
             "contradicts model.rope",
         ),
         (
+            ["watch.profile={from: 5}"],
+            "watch.profile.from = 5",
+            "train.steps = 4: nothing would be recorded; set it to 4 or less",
+        ),
+        (
             ["model.gradient_checkpointing=false", "model.checkpoint_every=2"],
             "model.checkpoint_every = 2",
             "model.gradient_checkpointing = false",

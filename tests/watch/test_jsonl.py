@@ -98,6 +98,23 @@ def test_the_first_event_after_a_resume_counts_the_steps_whose_work_was_lost(tmp
     assert first["superseded"] == 3 and "superseded" not in second
 
 
+def test_the_first_event_after_a_resume_says_how_long_nothing_was_written(tmp_path, monkeypatch):
+    clock = iter([100.0, 107.5, 150.25, 151.0])
+    monkeypatch.setattr("time.time", lambda: next(clock))
+    path = tmp_path / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.event("start")
+    sink.log(record(1))
+    sink.close()
+    resumed = JsonlSink(path)  # from the beginning: the record is dropped, its time counts
+    resumed.event("start")
+    resumed.event("checkpoint")
+    resumed.close()
+    records, (first, second, third) = read_metrics(path)
+    assert not records and second["seconds_down"] == 42.75
+    assert "seconds_down" not in first and "seconds_down" not in third
+
+
 def test_an_event_never_shows_a_secret(tmp_path):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.event("start", config={"hf_token": "abc"})

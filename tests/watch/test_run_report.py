@@ -100,7 +100,7 @@ def test_the_page_needs_nothing_else_and_shows_everything(tmp_path):
     save(tmp_path)
     checks = [{**PARITY, "step": step, "largest_logit_difference": 1e-6} for step in (0, 4)]
     steps = [record(1), record(2, None), record(3), record(4)]
-    again = {**START, "step": 2, "ranks": 2, "superseded": 71}
+    again = {**START, "step": 2, "ranks": 2, "superseded": 71, "seconds_down": 3723.4}
     write(tmp_path, START, checks[0], *steps[:2], again, *steps[2:], checks[1])
     write_run_report(tmp_path, tmp_path / "new" / "run.html")
     text = (tmp_path / "new" / "run.html").read_text()
@@ -112,7 +112,8 @@ def test_the_page_needs_nothing_else_and_shows_everything(tmp_path):
     assert page.tags.count("svg") == 9
     assert '<meta name="viewport"' in text and "prefers-color-scheme: dark" in text
     assert "2.99.7" in text and START["commit"] in text and "window_tokens: 64" in text
-    assert "<td>71</td>" in text and "equal to the byte" in text and "step 4 of 9" in text
+    assert "<td>71</td>" in text and "<td>1:02:03</td>" in text and "1:02:03 in all" in text
+    assert "equal to the byte" in text and "step 4 of 9" in text
 
 
 def test_figures_take_their_colours_from_the_page_and_their_ids_do_not_clash(tmp_path):
@@ -154,6 +155,14 @@ def test_a_start_that_came_to_no_end_was_killed_unless_it_is_the_last(tmp_path):
     lines = [START, record(1), START, {"event": "stop", "reason": "SIGUSR1"}, START, record(2)]
     starts = read_run(write(tmp_path, *lines)).starts
     assert [start["ended"] for start in starts] == ["killed", "stopped by SIGUSR1", "-"]
+
+
+def test_time_between_starts_is_down_time_but_not_after_the_run_was_done(tmp_path):
+    end = {"event": "end", "step": 1}
+    assert read_run(write(tmp_path, START)).seconds_down is None
+    again = [{**START, "seconds_down": seconds} for seconds in (10.0, 20.5, 4000.0)]
+    lines = [START, again[0], {"event": "stop"}, again[1], end, again[2], end]
+    assert read_run(write(tmp_path, *lines)).seconds_down == 30.5
 
 
 def test_text_of_events_is_escaped_and_wrong_ones_are_marked(tmp_path, no_figures):
