@@ -16,6 +16,7 @@ TILE_LISTS = {
     "several tiles over the same rows": [(0, 30, 0, 20, 0), (0, 30, 20, 60, 1), (8, 9, 60, 64, 0)],
     "one-token tiles": [(0, 1, 0, 1, 1), (1, 2, 0, 9, 1), (2, 3, 5, 6, 0), (7, 8, 8, 9, 1)],
     "rows without a tile": [(4, 9, 4, 9, 1), (20, 31, 40, 52, 0)],
+    "documents that grow": [(0, 3, 0, 3, 1), (3, 10, 3, 10, 1), (12, 30, 9, 40, 1)],
     "equal documents end to end": [(a, a + 8, a, a + 8, 1) for a in range(0, 48, 8)],
     "equal shapes, scattered": [(a, a + 5, 60 - a, 65 - a, 1) for a in (0, 7, 19, 40)],
     "equal shapes over the same rows": [(0, 8, 0, 8, 0), (0, 8, 8, 16, 0), (4, 12, 20, 28, 0)],
