@@ -53,7 +53,8 @@ def _texts(summary: ShiftSummary) -> str:
     parts = []
     for kind, domains in summary.domains.items():
         counts = ", ".join(f"{count} of {name}" for name, count in Counter(domains).items())
-        parts.append(f"{kind}: {len(domains)} texts ({counts})")
+        plural = "s" if len(domains) > 1 else ""
+        parts.append(f"{kind}: {len(domains)} text{plural} ({counts})")
     return "; against ".join(parts)
 
 

@@ -85,7 +85,7 @@ def read_texts(
 def _documents(source: str | None, seed: int) -> dict[str, list[Document]]:
     """The documents of each domain, shuffled."""
     section = SourceSection(
-        name="stdlib" if source is None else Path(source).stem,
+        name="stdlib" if source is None else Path(source).name.split(".")[0],
         path=source,
         kind="stdlib" if source is None else "auto",
     )
