@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from anchorcontext.cli.common import Outcome, echo, echo_table, plain_command, write_json
+from anchorcontext.cli.common import (
+    Outcome,
+    echo,
+    echo_table,
+    is_main_rank,
+    plain_command,
+    write_json,
+)
 from anchorcontext.errors import UserError, writing
 
 if TYPE_CHECKING:
@@ -25,6 +32,7 @@ if TYPE_CHECKING:
 # (targets, tasks, options, output, say) and returns a Part.
 RUNNERS = {
     "harness": "anchorcontext.cli.evaluate:run_harness",
+    "loss-by-position": "anchorcontext.cli.by_position:run_by_position",
 }
 
 
@@ -93,6 +101,32 @@ class Part:
     default=None,
     help="Put BOS in front of prompts; default: as training did, or as the tokenizer does.",
 )
+@click.option(
+    "--documents",
+    multiple=True,
+    metavar="PATH",
+    help="Texts for loss-by-position, as data.sources takes them, or stdlib; may be repeated. "
+    "Default: the validation split of the model's run.",
+)
+@click.option(
+    "--num-documents",
+    type=click.IntRange(min=1),
+    default=8,
+    show_default=True,
+    help="Of them, that are long enough.",
+)
+@click.option(
+    "--short",
+    type=click.IntRange(min=4),
+    default=4096,
+    show_default=True,
+    help="Tokens of the short context that loss-by-position compares with.",
+)
+@click.option(
+    "--sp",
+    type=click.IntRange(min=1),
+    help="Ranks that share a document in loss-by-position; default: all of torchrun's.",
+)
 @click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False))
 @click.option(
     "--snapshots",
@@ -124,6 +158,10 @@ def command(
     download: bool,
     chat: bool,
     bos: bool | None,
+    documents: tuple[str, ...],
+    num_documents: int,
+    short: int,
+    sp: int | None,
     tokenizer: Path | None,
     snapshots: int,
     apart: int | None,
@@ -142,13 +180,20 @@ def command(
     Nothing is downloaded unless --download says so: a task whose texts are not on this machine is
     skipped by name. Exits 1 when a task was skipped.
     """
-    from anchorcontext.evaluate.harness.catalog import expand_tasks, parse_lengths
+    from anchorcontext.evaluate.by_position import PositionOptions
+    from anchorcontext.evaluate.harness.catalog import (
+        LOSS_BY_POSITION,
+        expand_tasks,
+        parse_lengths,
+    )
     from anchorcontext.evaluate.harness.run import Options
     from anchorcontext.evaluate.harness.sources import Sources
     from anchorcontext.evaluate.harness.target import find_targets
 
     asked = expand_tasks(tasks)
-    options = Options(
+    kinds = _by_kind(asked)
+    options: dict[str, Any] = {}
+    options["harness"] = Options(
         lengths=tuple(parse_lengths(lengths)),
         samples=None if all_samples else samples,
         batch_size=batch_size,
@@ -157,12 +202,28 @@ def command(
         chat=chat,
         sources=Sources(haystack, list(qa), download),
     )
+    if LOSS_BY_POSITION in kinds:
+        options[LOSS_BY_POSITION] = PositionOptions(
+            length=max(options["harness"].lengths),
+            short=short,
+            documents=num_documents,
+            texts=documents,
+            sp=sp,
+            dtype=dtype,
+        )
     targets = find_targets(sources, snapshots=snapshots, apart=apart, tokenizer=tokenizer, bos=bos)
     parts = {}
-    for kind, names in _by_kind(asked).items():
+    for kind, names in kinds.items():
         module, _, function = RUNNERS[kind].partition(":")
         run = getattr(importlib.import_module(module), function)
-        parts[kind] = run(targets, names, options, output, echo)
+        parts[kind] = run(targets, names, options[kind], output, echo)
+    if is_main_rank():
+        _write(parts, output, page, section)
+    complete = all(part.complete for part in parts.values())
+    return Outcome({kind: p.report for kind, p in parts.items()}, exit_code=0 if complete else 1)
+
+
+def _write(parts: dict[str, Part], output: Path, page: Path | None, section: str) -> None:
     with writing("--output", output):
         write_json(output / "results.json", {kind: part.report for kind, part in parts.items()})
         text = "\n\n".join(part.markdown for part in parts.values())
@@ -173,8 +234,6 @@ def command(
         with writing("--markdown", page):
             write_section(page, section, f"{_provenance()}\n\n{text}")
     echo(f"written: {output / 'results.json'}, {output / 'results.md'}")
-    complete = all(part.complete for part in parts.values())
-    return Outcome({kind: p.report for kind, p in parts.items()}, exit_code=0 if complete else 1)
 
 
 def run_harness(
