@@ -11,6 +11,7 @@ import torch
 from anchorcontext import Window, enable, make_plan, shard
 from anchorcontext.config import load_config
 from anchorcontext.config.load import parse_config
+from anchorcontext.config.sections import PrecisionSection
 from anchorcontext.estimate import ModelSizes, configured_sizes, model_sizes
 from anchorcontext.estimate.memory import (
     activation_memory,
@@ -18,6 +19,7 @@ from anchorcontext.estimate.memory import (
     layer_activation_bytes,
     state_memory,
 )
+from anchorcontext.model.precision import set_precision
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_config, tiny_model
 
@@ -113,8 +115,20 @@ def test_a_layer_keeps_what_autograd_keeps_of_it(model_type, dtype):
     assert kept[1] - kept[0] == tokens * layer_activation_bytes(sizes, dtype.itemsize)
 
 
-def _kept_bytes(model_type, dtype, num_layers, tokens):
+@pytest.mark.parametrize(("qk", "attention_size"), [("model", 2), ("fp32", 4)])
+def test_a_layer_that_rotates_or_attends_in_fp32_keeps_what_autograd_keeps(qk, attention_size):
+    tokens, precision = 64, PrecisionSection(rope_tables="fp32", rotation="fp32", qk=qk)
+    kept = [_kept_bytes("llama", torch.bfloat16, n, tokens, precision) for n in (2, 3)]
+    layer = layer_activation_bytes(
+        model_sizes(tiny_config("llama")), 2, attention_size=attention_size
+    )
+    assert kept[1] - kept[0] == tokens * layer
+
+
+def _kept_bytes(model_type, dtype, num_layers, tokens, precision=None):
     model = enable(tiny_model(model_type, dtype=dtype, num_hidden_layers=num_layers))
+    if precision is not None:
+        set_precision(model, precision)
     window = Window(np.arange(tokens), [0, 1, tokens], "anchor")
     plan = make_plan(window)
     local = shard(window, plan)
@@ -156,6 +170,19 @@ def test_activations_by_hand():
     again = activations(make_config())
     assert (again.stored, again.recomputed) == (1000 * (rotary + 4 * 2 * 64), 1000 * layer)
     assert plain.last_norm == again.last_norm == 1000 * last_norm
+
+
+def test_attention_in_fp32_by_hand():
+    """Queries, keys, values and output of 4 bytes, tables too, and the rounded output."""
+    in_fp32 = {"precision": {"rope_tables": "fp32", "rotation": "fp32", "qk": "fp32"}}
+    found = activations(make_config(checkpointing=False, attention=in_fp32))
+    layer = 1032 + 4 * 16 * 12 + 16 + 2 * 4 * 16 + 1024
+    assert found.stored == 1000 * (2 * 4 * 16 + 4 * layer)
+    exchange = {"sp_size": 2, "key_rows": 100, "step_rows": 100}
+    plain, wide = (
+        activations(make_config(attention=a), **exchange).exchange for a in ({}, in_fp32)
+    )
+    assert wide - plain == 2 * 2 * 16 * 2 * (1000 + 200)
 
 
 def test_levers_by_hand():

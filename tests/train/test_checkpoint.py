@@ -271,6 +271,7 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
         {"watch": {"tensorboard": True}, "parity": {"every": 3}},
         {"data": {"on_error": "skip"}},
         {"attention": {"engine": "reference"}, "model": {"gradient_checkpointing": True}},
+        {"attention": {"anchor": {"copies": True}}},
     ],
 )
 def test_what_may_change_over_a_resume(tiny, sections):
@@ -284,6 +285,8 @@ def test_what_may_change_over_a_resume(tiny, sections):
         ({"run": {"seed": 4}}, r"run.seed: 0 -> 4"),
         ({"data": {"shuffle": False}}, r"data.shuffle: True -> False"),
         ({"attention": {"mode": "full"}}, r"attention.mode: 'anchor' -> 'full'"),
+        ({"attention": {"anchor": {"visible": False}}}, r"anchor.visible: True -> False"),
+        ({"positions": {"clamp_first": True}}, r"positions.clamp_first: False -> True"),
         ({"train": {"windows_per_step": 2}}, r"train.windows_per_step: 4 -> 2"),
         ({"deepspeed": {"wall_clock_breakdown": True}}, r"config: deepspeed.wall_clock_breakdown"),
     ],
