@@ -119,7 +119,10 @@ def find_targets(
     names = [target.name for target in targets]
     twice = {name for name in names if names.count(name) > 1}
     if twice:
-        raise UserError(f"{', '.join(sorted(twice))}: named twice; every model counts once")
+        raise UserError(
+            f"{', '.join(sorted(twice))}: named twice; every model counts once, and results are "
+            "filed under the names of the folders"
+        )
     return targets
 
 
@@ -193,7 +196,8 @@ def _target(path: Path, tokenizer: Path | None, bos: bool | None) -> Target:
     front = None
     if bos:
         front = resolve_anchor(load_tokenizer(folder), "auto")
-    return Target(path.name, path, path, folder, front)
+    name = f"{path.parent.name}-hf" if path.name == "hf" else path.name  # a run's export
+    return Target(name, path, path, folder, front)
 
 
 def _trained_with(config: Config) -> Path:
