@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": "Score models: RULER, LongBench, HellaSwag, MMLU, loss by position.",
     "diagnose": "Measure what low precision does to RoPE and attention, and where.",
     "report": "Sum up a run: loss, speed, memory, traffic, parity, where everything lies.",
+    "compare": "Compare runs: what differs in their configs, cost, losses and scores.",
     "export": "Turn a checkpoint into a plain Hugging Face folder.",
     "average": "Average snapshots: their weights, or their scores.",
     "import-gguf": "Turn a GGUF file into a plain Hugging Face folder.",

@@ -133,14 +133,15 @@ def config_hash(config: Config) -> str:
 
 def flat_values(config: Config) -> dict[str, Any]:
     """Every value of a config by its dotted key, as JSON types."""
-    return _flat(config.model_dump(mode="json"))
+    return flat_keys(config.model_dump(mode="json"))
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_keys(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of nested mappings by their dotted keys."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict) and value:
-            flat |= _flat(value, f"{prefix}{key}.")
+            flat |= flat_keys(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat

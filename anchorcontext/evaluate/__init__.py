@@ -9,5 +9,13 @@
     positions.py   long documents: loss by position, and what the far context is worth
     needles.py     one number hidden in a haystack
 
-These know nothing of a run: :mod:`anchorcontext.train.observers` calls them between steps.
+    live.py        the three measures that a run takes between its steps
+
+    by_position.py models on disk, over the launcher's ranks
+    average.py     means of weights and of scores over snapshots
+    compare.py, compare_page.py   runs side by side
+    harness/       RULER and others, through lm-evaluation-harness
+
+The first part knows nothing of a run: :mod:`anchorcontext.train.observers` calls it. The second
+builds on all of training.
 """

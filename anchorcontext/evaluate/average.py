@@ -207,7 +207,11 @@ def average_scores(files: Sequence[Path]) -> list[MeanScore]:
     Raises:
         UserError: a file holds no such results, or not the same scores as the first.
     """
-    results = [result for file in files for result in read_scores(file)]
+    results = [
+        (f"{file} ({model})", scores)
+        for file in files
+        for model, scores in read_results(file).items()
+    ]
     (where, first), *rest = results
     for place, scores in rest:
         different = sorted(first.keys() ^ scores.keys())
@@ -224,8 +228,9 @@ def average_scores(files: Sequence[Path]) -> list[MeanScore]:
     return found
 
 
-def read_scores(file: Path) -> list[tuple[str, dict[str, float]]]:
-    """(file and model, score by name) of every model in a result file.
+def read_results(file: Path) -> dict[str, dict[str, float]]:
+    """Model -> score by name, of a result file: ``task/4096``, ``task`` where it has no length of
+    ours, and ``loss-by-position/0-1024``.
 
     Raises:
         UserError: the file cannot be read or holds no scores.
@@ -240,11 +245,10 @@ def read_scores(file: Path) -> list[tuple[str, dict[str, float]]]:
         ) from None
     if not found:
         raise UserError(f"{file}: holds no scores; give results.json of `anchorcontext evaluate`")
-    models = dict.fromkeys(model for model, _ in found)
-    return [
-        (f"{file} ({model})", {name: v for (m, name), v in found.items() if m == model})
-        for model in models
-    ]
+    models: dict[str, dict[str, float]] = {}
+    for (model, name), value in found.items():
+        models.setdefault(model, {})[name] = value
+    return models
 
 
 def _harness_scores(values: dict[str, Any]) -> dict[tuple[str, str], float]:

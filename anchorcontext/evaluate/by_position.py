@@ -142,7 +142,8 @@ def _measure(target: Target, job: _Job) -> PositionReport:
         documents, source = _documents(target, options, tokenizer, int(bos is not None))
     loading = process.control.together("loading the model")
     with _weights(target, job.folder, process) as path, loading:
-        section = ModelSection(path=str(path), dtype=options.dtype, gradient_checkpointing=False)
+        keys = {"path": str(path), "dtype": options.dtype, "gradient_checkpointing": False}
+        section = ModelSection.model_validate(keys)
         model = build_model(section, window_tokens=options.length)
     train_model = TrainModel(model).to(process.device)
 
