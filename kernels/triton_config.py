@@ -87,7 +87,7 @@ def candidates(
 def tuned(key: tuple, options: tuple[Config, ...], seconds: Callable[[Config], float]) -> Config:
     """The fastest of ``options``, measured by ``seconds`` once per process and ``key``.
 
-    A configuration that the device cannot hold is passed over.
+    A configuration that the device cannot hold, or the compiler cannot make, is passed over.
     """
     if key not in _tuned:
         timings = {config: _timed(seconds, config) for config in options}
@@ -97,9 +97,10 @@ def tuned(key: tuple, options: tuple[Config, ...], seconds: Callable[[Config], f
 
 
 def _timed(seconds: Callable[[Config], float], config: Config) -> float:
-    from triton.runtime.errors import OutOfResources
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     try:
         return seconds(config)
-    except OutOfResources:
+    except (OutOfResources, PTXASError) as error:
+        logger.debug("Triton blocks %s: %s", config, error)
         return float("inf")

@@ -70,16 +70,18 @@ def test_every_kernel_and_head_dimension_has_block_sizes():
 
 
 def test_the_fastest_configuration_is_measured_once_and_one_that_does_not_fit_is_passed_over():
-    from triton.runtime.errors import OutOfResources
+    from triton.runtime.errors import OutOfResources, PTXASError
 
     seconds = {1: 3.0, 2: 1.0, 3: 2.0}
-    options = tuple(triton_config.Config(16 * n, 16, 4, 1) for n in (1, 2, 3, 4))
+    options = tuple(triton_config.Config(16 * n, 16, 4, 1) for n in (1, 2, 3, 4, 5))
     asked = []
 
     def measure(config):
         asked.append(config)
         if config == options[3]:
             raise OutOfResources(300_000, 232_448, "shared memory")
+        if config == options[4]:
+            raise PTXASError("no registers left")
         return seconds[config.block_m // 16]
 
     for _ in range(2):
