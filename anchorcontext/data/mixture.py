@@ -24,7 +24,9 @@ def keep_shares(
     """Which documents to keep so that the kept tokens have the given shares, bool (D,).
 
     As many tokens as possible are kept: all of the source that is scarcest for its share, of the
-    others documents in a random order up to their share, to within half a document.
+    others documents in a random order up to their share, to within half a document. Of a text that
+    is there several times within a share, the first is taken with all other texts, the second in a
+    second round: a scarce corpus that is listed k times is repeated evenly.
 
     Args:
         lengths, sources, hashes: (D,) as of :class:`~.tokens.TokenisedCorpus`.
@@ -44,7 +46,7 @@ def keep_shares(
                 f"{', '.join(names)}; leave it out, or mend data.sources"
             )
     targets = weights * (totals / weights).min()
-    order = np.lexsort((draw(seed, "shares", hashes), groups))
+    order = np.lexsort((draw(seed, "shares", hashes), copy_number(hashes, groups), groups))
     tokens = lengths[order]
     before = np.cumsum(tokens) - tokens
     group = groups[order]
@@ -80,5 +82,17 @@ def held_out(hashes: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def shuffled(hashes: np.ndarray, seed: int) -> np.ndarray:
-    """The documents in a random order, int64 (D,)."""
-    return np.argsort(draw(seed, "documents", hashes), kind="stable")
+    """The documents in a random order, int64 (D,); equal ones lie apart."""
+    return np.argsort(draw(seed, "documents", hashes, copy_number(hashes)), kind="stable")
+
+
+def copy_number(hashes: np.ndarray, groups: np.ndarray | int = 0) -> np.ndarray:
+    """How many documents of the same hash and group come before each one, int64 (D,)."""
+    groups = np.broadcast_to(groups, hashes.shape)
+    order = np.lexsort((hashes, groups))  # stable: equal ones stay in their order
+    new = (np.diff(hashes[order]) != 0) | (np.diff(groups[order]) != 0)
+    place = np.arange(len(order))
+    first = np.maximum.accumulate(np.where(np.r_[True, new][: len(order)], place, 0))
+    found = np.empty_like(place)
+    found[order] = place - first
+    return found

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anchorcontext.data.draws import draw
-from anchorcontext.data.mixture import held_out, keep_shares, shuffled
+from anchorcontext.data.mixture import copy_number, held_out, keep_shares, shuffled
 from anchorcontext.errors import UserError
 
 
@@ -51,6 +51,30 @@ def test_a_name_stands_for_the_sources_below_it():
     ]:
         with pytest.raises(UserError, match=message):
             keep_shares(lengths, sources, names, shares, hashes, 0)
+
+
+def test_a_corpus_that_is_listed_three_times_is_repeated_evenly():
+    lengths, sources, hashes = corpus([2000, 300])
+    books = sources == 1
+    listed = [np.r_[values, values[books], values[books]] for values in (lengths, hashes)]
+    sources = np.r_[sources, np.repeat([2, 3], books.sum())]
+    names, shares = ["web", "books/1", "books/2", "books/3"], {"web": 1.0, "books": 0.4}
+    keep = keep_shares(listed[0], sources, names, shares, listed[1], 0)
+    kept = np.bincount(sources > 0, listed[0] * keep)
+    assert np.allclose(kept / kept.sum(), [1 / 1.4, 0.4 / 1.4], atol=1e-3)
+    times = keep[sources > 0].reshape(3, -1).sum(0)
+    assert set(times) == {2, 3}, "all twice before any three times"
+    order = shuffled(listed[1], 0)
+    assert sorted(order) == list(range(len(order)))
+    assert (np.diff(listed[1][order].astype(np.int64)) == 0).sum() < 5
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2)), max_size=30))
+def test_copies_are_numbered_in_their_order(documents):
+    hashes = np.array([h for h, _ in documents], dtype=np.uint64)
+    groups = np.array([g for _, g in documents], dtype=np.int64)
+    counted = [documents[:i].count(pair) for i, pair in enumerate(documents)]
+    assert copy_number(hashes, groups).tolist() == counted
 
 
 @settings(max_examples=60, deadline=None)
