@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING
 
 import click
@@ -13,6 +14,9 @@ from anchorcontext.config import Config
 if TYPE_CHECKING:
     from anchorcontext.train.dry_run import DryRun
     from anchorcontext.train.report import TrainReport
+
+LAUNCHER = os.getppid()
+"""Read before the imports of ``command``: it may be killed while they take a minute."""
 
 
 @config_command
@@ -32,7 +36,7 @@ def command(config: Config, dry_run: bool) -> Outcome:
     from anchorcontext.estimate.resources import check_resources
     from anchorcontext.train.loop import train
 
-    report = train(config, check_resources)
+    report = train(config, check_resources, LAUNCHER)
     _print_report(report)
     return Outcome(report)
 

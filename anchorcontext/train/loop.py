@@ -347,15 +347,18 @@ class Trainer:
                 )
 
 
-def train(config: Config, preflight: Preflight | None = None) -> TrainReport:
+def train(
+    config: Config, preflight: Preflight | None = None, launcher: int | None = None
+) -> TrainReport:
     """Train as configured, resuming by itself; collective over the launcher's ranks.
 
-    ``preflight``: further checks before the model is built.
+    ``preflight``: further checks before the model is built. ``launcher``: its process id, see
+    :func:`~anchorcontext.train.orphans.stopping_without_launcher`.
 
     A signal (:data:`~anchorcontext.train.signals.STOP_SIGNALS`) to any rank, or the end of its
     launcher, ends the run after the step, with a checkpoint; an error of one rank ends all.
     """
-    with StopSignals() as stop, stopping_without_launcher(stop):
+    with StopSignals() as stop, stopping_without_launcher(stop, launcher):
         with failing_together():
             trainer = Trainer(config, stop, preflight)
             report = trainer.run()

@@ -18,12 +18,16 @@ parent may well be a shell that somebody leaves."""
 
 @contextlib.contextmanager
 def stopping_without_launcher(
-    stop: StopSignals, environ: Mapping[str, str] = os.environ
+    stop: StopSignals, launcher: int | None = None, environ: Mapping[str, str] = os.environ
 ) -> Iterator[None]:
-    """While entered, the end of this process's launcher asks the run to stop, as a signal does."""
+    """While entered, the end of this process's launcher asks the run to stop, as a signal does.
+
+    ``launcher``: its process id, where that was read before imports that take long; default: the
+    parent as it is now.
+    """
     ended = threading.Event()
     if any(name in environ for name in _SUPERVISORS):
-        arguments = (stop, os.getppid(), ended)
+        arguments = (stop, os.getppid() if launcher is None else launcher, ended)
         threading.Thread(target=_watch, args=arguments, name="orphans", daemon=True).start()
     try:
         yield

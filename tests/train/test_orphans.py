@@ -18,7 +18,7 @@ def orphaned(rank, world_size, found, environ, seconds):
     if launcher == 0:
         ready, entered = os.pipe()
         if os.fork() == 0:
-            with StopSignals() as stop, stopping_without_launcher(stop, environ):
+            with StopSignals() as stop, stopping_without_launcher(stop, environ=environ):
                 os.write(entered, b".")
                 deadline = time.monotonic() + seconds
                 while stop.name is None and time.monotonic() < deadline:
@@ -45,3 +45,13 @@ def orphaned(rank, world_size, found, environ, seconds):
 )
 def test_only_a_rank_whose_launcher_ended_is_asked_to_stop(tmp_path, environ, seconds, asked):
     assert run_distributed(orphaned, 1, tmp_path / "found", environ, seconds) == [asked]
+
+
+def test_a_launcher_that_ended_during_the_imports_is_noticed_too(monkeypatch):
+    monkeypatch.setattr(orphans, "POLL_SECONDS", 0.01)
+    gone, environ = os.getpid(), {"CROSS_RANK": "0"}  # not this process's parent
+    with StopSignals() as stop, stopping_without_launcher(stop, gone, environ):
+        deadline = time.monotonic() + 10
+        while stop.name is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert stop.name == REASON
