@@ -62,7 +62,9 @@ class StopSignals:
         """Ask the run to stop after the step, as the first signal does."""
         self._first = time.monotonic()
         self.name = name
-        logger.warning("%s: finishing the step, saving, then leaving", name)
+        logger.warning(
+            "%s: finishing the step, saving, then leaving; a signal more leaves at once", name
+        )
 
     def _receive(self, received: signal.Signals) -> None:
         if self.name is None:
