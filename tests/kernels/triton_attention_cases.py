@@ -15,7 +15,7 @@ import torch
 
 from anchorcontext import Window, distributed_attention, make_plan
 from anchorcontext.errors import UserError
-from anchorcontext.kernels import SoftmaxState, Tiles, get_engine
+from anchorcontext.kernels import SoftmaxState, Tiles, get_engine, triton_config
 from anchorcontext.kernels.anchored import (
     AnchorKeys,
     backward_with_anchors_,
@@ -23,9 +23,10 @@ from anchorcontext.kernels.anchored import (
 )
 from anchorcontext.kernels.reference import ReferenceEngine
 from anchorcontext.kernels.rotation import Rotation, rotate
+from anchorcontext.kernels.triton_config import Config
 from anchorcontext.kernels.triton_engine import TritonEngine
 
-SCALE = 0.25
+SCALE = 0.3  # not D ** -0.5
 NO_ANCHORS = np.zeros((0, 3), dtype=np.int64)
 NAMES = ("out", "lse", "dq", "dk", "dv", "d_anchors")
 # Norm of the error over the norm of the result.
@@ -120,6 +121,34 @@ def test_anchors_inside_and_outside_the_tiles(dtype, oracle):
     """Two anchors that meet inside a block, rows under an anchor alone, rows under nothing."""
     queries = np.array([[0, 3, 20], [1, 20, 33], [0, 43, 45]])
     check(oracle, SEVERAL, (2, 1), dtype, 16, queries)
+
+
+@pytest.mark.parametrize(
+    ("by_query", "by_key"), [((32, 16), (16, 32)), ((16, 32), (32, 16))], ids=str
+)
+def test_every_kernel_has_blocks_of_its_own(by_query, by_key, oracle, monkeypatch):
+    """Wide and high blocks, as on a GPU, and others forward than backward; anchored rows in
+    several chunks."""
+    sizes = {"forward": by_query, "dq": by_query[::-1], "dkdv": by_key}
+    monkeypatch.setattr(
+        TritonEngine, "_config", lambda self, kernel, *_: Config(*sizes[kernel], 4, 1)
+    )
+    monkeypatch.setattr(triton_config, "CHUNK_ROWS", 16)
+    tiles = [(0, 50, 0, 70, 1), (50, 60, 3, 40, 0), (60, 62, 0, 2, 1)]
+    check(oracle, tiles, (2, 1), torch.float32, 16, np.array([[0, 3, 40], [1, 40, 61]]))
+
+
+def test_a_tile_list_serves_different_anchored_rows(oracle):
+    tiles, x = (
+        Tiles([(0, 4, 0, 4, 1)]),
+        make_inputs(oracle, [(0, 20, 0, 4, 0)], (1, 1), torch.float32, 16),
+    )
+    for queries in ([[0, 4, 6]], [[1, 4, 6]], [[1, 8, 20]]):
+        found, fresh = (SoftmaxState.empty(x.q) for _ in range(2))
+        anchors = AnchorKeys(x.anchors.rows, np.array(queries))
+        for state, some in ((found, tiles), (fresh, Tiles(tiles.array))):
+            TritonEngine().forward(x.q, x.k, x.v, some, SCALE, state, anchors=anchors)
+        assert torch.equal(found.out, fresh.out) and torch.equal(found.lse, fresh.lse)
 
 
 def test_anchors_without_a_tile(oracle):
