@@ -321,3 +321,21 @@ def test_windows_with_copies_of_the_anchor_are_planned_without_the_mode_anchor(t
     found = estimate_plan(config, configured_sizes(config), load_hardware("cpu"), [2], "prepared")
     assert [mode.mode for mode in found.worlds[0].modes] == ["full", "intra_doc"]
     assert found.documents_a_window == 2
+
+
+def test_controls_are_planned_as_they_are_trained():
+    def of(*overrides):
+        config = demo("parallel.sp=2", "model.dtype=bf16", *overrides)
+        sizes = configured_sizes(config)
+        plan = estimate_plan(config, sizes, load_hardware("cpu"), [2], "upsampled")
+        (found,) = [mode for mode in plan.worlds[0].modes if mode.mode == "anchor"]
+        return found
+
+    plain, hidden = of(), of("attention.anchor.visible=false")
+    alone = of("attention.anchor.copies=true")
+    # Everybody's pair with the anchor; a copy is seen by its document and by itself.
+    assert plain.pairs_a_window - hidden.pairs_a_window == 4095
+    assert alone.pairs_a_window > plain.pairs_a_window
+    wide = of(*(f"attention.precision.{part}=fp32" for part in ("rope_tables", "rotation", "qk")))
+    assert plain.sent_mean < wide.sent_mean < 2 * plain.sent_mean
+    assert plain.memory.activations.stored < wide.memory.activations.stored
