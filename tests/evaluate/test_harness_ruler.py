@@ -240,6 +240,35 @@ def test_a_short_question_file_is_refused_where_the_harness_would_mix_up_documen
         ruler_rows(RULER["ruler_qa_squad"], word_tokenizer(), 600, 1, Sources(None, [path]))
 
 
+MULTIPLE_CHOICE = """
+task: hellaswag
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {data}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list: [{{metric: acc_norm, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def test_a_task_whose_data_is_here_is_scored_by_the_harness(model_folder, tmp_path, monkeypatch):
+    from lm_eval.tasks import TaskManager
+
+    rows = [{"question": "a b", "choices": ["c", "d e"], "answer": 0} for _ in range(3)]
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "task.yaml").write_text(MULTIPLE_CHOICE.format(data=tmp_path / "data.jsonl"))
+    local = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("anchorcontext.evaluate.harness.run._manager", lambda name: local)
+    options = Options(samples=2, dtype="fp32", device="cpu")
+    findings = run_units(find_targets([model_folder]), ["hellaswag"], options, tmp_path / "out")
+    (result,) = findings.results
+    assert (result.metric, result.samples, result.length) == ("acc_norm", 2, None)
+    assert result.score in (0, 100)  # the same question twice
+
+
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory):
     """A tiny model that says nothing sensible, with the tokenizer of the prompts."""
@@ -304,3 +333,28 @@ def test_what_needs_a_download_is_skipped_by_name(model_folder, tmp_path):
     assert set(findings.skipped) == set(tasks)
     assert "--haystack" in findings.skipped["niah_single_2"]
     assert set(PRESETS["ruler-13"]) >= {"niah_single_2"}
+
+
+@pytest.mark.slow
+def test_the_stock_command_line_asks_and_answers_the_same(model_folder, tmp_path, monkeypatch):
+    """``lm_eval`` itself, with its own task, data and scorer: same prompts, answers and score."""
+    from lm_eval.__main__ import cli_evaluate
+
+    options = Options(lengths=(1050,), samples=2, batch_size=2, dtype="fp32", device="cpu")
+    run_units(find_targets([model_folder]), ["ruler_vt"], options, tmp_path / "ours")
+    arguments = ["lm_eval", "--model", "hf", "--tasks", "ruler_vt", "--limit", "2"]
+    arguments += ["--device", "cpu", "--batch_size", "2", "--log_samples"]
+    arguments += ["--model_args", f"pretrained={model_folder},dtype=float32"]
+    arguments += ["--metadata", '{"max_seq_lengths": [1050]}']
+    arguments += ["--output_path", str(tmp_path / "theirs")]
+    monkeypatch.setattr("sys.argv", arguments)
+    cli_evaluate()
+    ours, theirs = (_samples(tmp_path / who) for who in ("ours", "theirs"))
+    assert len(ours) == 2
+    for key in ("prompt_hash", "resps", "1050"):
+        assert [sample[key] for sample in ours] == [sample[key] for sample in theirs], key
+
+
+def _samples(folder):
+    (path,) = folder.rglob("samples_ruler_vt_*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()]
