@@ -14,7 +14,8 @@
     fronts.py               tags and copies of the anchor in front of documents
     assemble.py             segments -> windows
     store.py, builder.py    windows <-> a folder of memory-mapped files
-    pipeline.py             all of the above; account.py, report.py count every token
+    pipeline.py             all of the above; request.py says what was asked for,
+                            account.py, report.py count every token
     view.py                 records -> windows under a config's mode and controls
     loader.py, prefetch.py  windows -> the micro-batches of one data-parallel rank
 """

@@ -27,6 +27,14 @@ from .fronts import Fronts, tag_ids
 from .mixture import held_out, keep_shares, shuffled
 from .packing import Packing
 from .report import PrepareReport
+from .request import (
+    check_apart,
+    check_same,
+    model_vocab_size,
+    tokenizer_folder,
+    tokens_request,
+    windows_request,
+)
 from .sources import ProblemLog, Source, open_sources, read_documents
 from .sources.documents import MAX_EXAMPLES
 from .store import PROBLEMS, TOKENIZER, TRAIN, VALIDATION, WindowRecord, read_meta
@@ -35,7 +43,6 @@ from .tokenizer import (
     check_vocabulary,
     load_tokenizer,
     resolve_anchor,
-    tokenizer_digest,
     train_tokenizer,
 )
 from .tokens import TokenisedCorpus
@@ -44,24 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..config import Config
-    from ..config.sections import DataSection, ModelSection
-
-# What decides the tokens of the documents, and then what decides the windows.
-TOKEN_KEYS = ("anchor", "add_eos", "max_document_characters", "on_error")
-WINDOW_KEYS = (
-    "window_tokens",
-    "anchor_copies",
-    "packing",
-    "upsample",
-    "tags",
-    "interleave",
-    "min_document_tokens",
-    "max_windows",
-    "shares",
-    "validation_fraction",
-    "shuffle_documents",
-    "seed",
-)
+    from ..config.sections import DataSection
 
 
 def prepare(
@@ -79,77 +69,23 @@ def prepare(
     data = config.data
     path = Path(data.path).expanduser()
     check_replaceable(path)
+    check_apart(path, data.sources)
     sources = open_sources(data.sources)
-    tokenizer = None if data.train_tokenizer else load_tokenizer(_tokenizer_folder(config))
+    tokenizer = None if data.train_tokenizer else load_tokenizer(tokenizer_folder(config))
     model_size = model_vocab_size(config.model)
     if tokenizer is not None:
         check_vocabulary(len(tokenizer), model_size)
-    tokens_request = _tokens_request(data, sources, tokenizer)
-    request = {**tokens_request, **data.model_dump(mode="json", include=set(WINDOW_KEYS))}
+    for_tokens = tokens_request(data, sources, tokenizer)
+    request = {**for_tokens, **windows_request(data)}
     meta = None if force else read_meta(path)
     if meta is not None:
-        _check_same(path, meta["request"], request)
+        check_same(path, meta["request"], request)
         check_vocabulary(meta["vocab_size"], model_size)
         return PrepareReport.from_meta(path, meta)
-    with _name_full_disk(path), build_folder(path, tokens_request) as builder:
+    with _name_full_disk(path), build_folder(path, for_tokens) as builder:
         run = _Run(data, sources, builder, progress or (lambda stage, done, total: None))
         meta = run.build(tokenizer, model_size, request)
     return replace(PrepareReport.from_meta(path, meta), reused=False)
-
-
-def model_vocab_size(model: ModelSection) -> int | None:
-    """The configured model's vocabulary, where that is known without loading it."""
-    if model.scratch is not None:
-        size = model.scratch.get("vocab_size")
-        return int(size) if size is not None else None
-    file = Path(model.path or "").expanduser() / "config.json"
-    if not file.is_file():
-        return None
-    settings = json.loads(file.read_text(encoding="utf-8"))
-    size = settings.get("text_config", settings).get("vocab_size")
-    return int(size) if size is not None else None
-
-
-def _tokenizer_folder(config: Config) -> str:
-    folder = config.data.tokenizer or config.model.path
-    if folder is None:
-        raise UserError(
-            "no tokenizer: set data.tokenizer to a tokenizer's folder, or "
-            "data.train_tokenizer.vocab_size to train one"
-        )
-    return folder
-
-
-def _tokens_request(
-    data: DataSection, sources: Sequence[Source], tokenizer: PreTrainedTokenizerBase | None
-) -> dict[str, Any]:
-    """Everything that decides the documents' tokens; equal requests give equal ones."""
-    if tokenizer is not None:
-        made_with: Any = tokenizer_digest(tokenizer)
-    else:
-        assert data.train_tokenizer is not None
-        made_with = {"train_vocab_size": data.train_tokenizer.vocab_size}
-    keys = ("name", "kind", "pattern", "text_field", "source_field", "tokens_field")
-    entries = [
-        {**{key: getattr(entry, key) for key in keys}, **source.digest()}
-        for entry, source in zip(data.sources, sources, strict=True)
-    ]
-    options = {key: getattr(data, key) for key in TOKEN_KEYS}
-    return {"sources": entries, "tokenizer": made_with, **options}
-
-
-def _check_same(path: Path, made: dict[str, Any], asked: dict[str, Any]) -> None:
-    different = [
-        f"  {key}: was {made.get(key)}, now {asked.get(key)}"
-        for key in {**made, **asked}
-        if made.get(key) != asked.get(key)
-    ]
-    if different:
-        raise UserError(
-            f"data.path = {str(path)!r} holds windows that were made differently:\n"
-            + "\n".join(different)
-            + "\nprepare with --force to replace them, or choose another data.path"
-        )
 
 
 @contextmanager

@@ -311,6 +311,28 @@ def test_a_tokenizer_larger_than_the_model_is_refused(config, tmp_path):
         prepare(small)
 
 
+def test_windows_are_prepared_beside_the_corpus_neither_in_it_nor_around_it(
+    config, corpus, tmp_path
+):
+    source = [{"path": str(corpus / "code"), "name": "code"}]
+    for path in (corpus / "code" / "windows", corpus / "code" / "a" / ".." / "windows", corpus):
+        with pytest.raises(UserError, match=r"lie one in the other|is no prepared folder"):
+            prepare(config(path=str(path), sources=source))
+    prepare(config(sources=source))
+    inside = tmp_path / "out" / "more.jsonl"
+    inside.write_text(json.dumps({"text": "a text"}) + "\n")
+    with pytest.raises(UserError, match=r"data.sources\[0\].path .* lie one in the other"):
+        prepare(config(sources=[{"path": str(inside), "name": "more"}]), force=True)
+    assert inside.is_file()
+
+
+def test_a_damaged_config_of_the_model_is_named(config, tmp_path):
+    (tmp_path / "config.json").write_text("{broken")
+    model = config().model.model_copy(update={"scratch": None, "path": str(tmp_path)})
+    with pytest.raises(UserError, match=r"config.json is damaged .*Expecting"):
+        prepare(config().model_copy(update={"model": model}))
+
+
 def test_a_folder_of_something_else_is_never_replaced(config, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.txt").write_text("precious")
