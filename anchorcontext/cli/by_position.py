@@ -34,7 +34,8 @@ def run_by_position(
 
     reports = measure_positions(targets, options, output)
     head, rows, note = position_table(reports)
-    echo_table(rows, head, title=note)
+    echo_table(rows, head)
+    say(note)
     if is_main_rank():
         with writing("--output", output):
             draw_positions(reports, output / FIGURE)

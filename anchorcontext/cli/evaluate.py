@@ -203,6 +203,11 @@ def command(
         sources=Sources(haystack, list(qa), download),
     )
     if LOSS_BY_POSITION in kinds:
+        if device != "auto":
+            raise UserError(
+                f"--device {device}: loss-by-position runs where training does, on the launcher's "
+                "GPUs if there are any; leave it out, or hide GPUs with CUDA_VISIBLE_DEVICES="
+            )
         options[LOSS_BY_POSITION] = PositionOptions(
             length=max(options["harness"].lengths),
             short=short,

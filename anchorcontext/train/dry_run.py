@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import Config, load_config
+from ..evaluate.live import build_measures
 from ..model import build_config
 from ..parallel import build_mesh, make_plan
 from ..plan import check_heads
@@ -75,6 +76,7 @@ def dry_run(config: Config) -> DryRun:
         sizes = model_sizes(model)
         cost = cost_model(config, sizes)
         windows = next(loader)
+        build_measures(config, dataset, loader.view)
     options = plan_options(config.attention, cost)
     plan = make_plan(windows[0], mesh.sp_group, **options, engine=config.attention.engine)
     check_heads(sizes.num_heads, sizes.num_kv_heads, plan.data.ulysses)

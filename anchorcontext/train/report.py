@@ -26,7 +26,7 @@ class TrainReport:
     """Steps that were not applied."""
     tokens: int = 0
     seconds: float = 0.0
-    """In steps; parity checks and saving come on top."""
+    """In steps; evaluation, parity checks and saving come on top."""
     seconds_saving: float = 0.0
     """Training time lost to checkpoints."""
     tokens_per_second: float = 0.0

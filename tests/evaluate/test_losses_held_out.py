@@ -129,6 +129,10 @@ def test_lengths_that_windows_do_not_have_are_refused(prepared):
             held_out_probes(dataset, [length], anchored)
 
 
+def without_training(module, arguments):
+    assert not any(part.training for part in module.modules()) and not torch.is_grad_enabled()
+
+
 def everywhere(rank, world_size, sp, config):
     """The loss of 1 to 4 windows on this mesh, plain and (on 4 ranks) on a live ZeRO-3 engine."""
     mesh = build_mesh(sp)
@@ -139,6 +143,7 @@ def everywhere(rank, world_size, sp, config):
         models.append(build_engine(TrainModel(model_of(config)), config, CPU).module)
     found = []
     for model in models:
+        model.register_forward_pre_hook(without_training)
         model.loss_of.train()
         model.causal_lm.get_decoder().layers[0].eval()
         for count in (1, 3, 4):

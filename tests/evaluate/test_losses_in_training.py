@@ -10,6 +10,7 @@ import torch
 from anchorcontext.errors import UserError
 from anchorcontext.testing import run_distributed
 from anchorcontext.train.consolidate import gather_state_dict
+from anchorcontext.train.dry_run import dry_run
 from anchorcontext.train.loop import Trainer
 from anchorcontext.watch.history import read_run
 from anchorcontext.watch.jsonl import read_metrics
@@ -124,6 +125,21 @@ def test_a_resumed_run_evaluates_at_the_same_steps_and_every_sink_has_the_values
     board = EventAccumulator(str(folder / "tensorboard")).Reload()
     curve = {point.step: point.value for point in board.Scalars("evaluation/held_out/64")}
     assert curve == pytest.approx({s: v["held_out/64"] for s, v in values.items()}, rel=1e-6)
+
+
+def test_a_dry_run_finds_what_the_data_cannot_serve(tiny):
+    def errors(rank, world_size):
+        found = []
+        for tasks, lengths in ((["niah_single"], [8]), (["held_out", "loss_by_position"], [64])):
+            section = {"every": 1, "tasks": tasks, "lengths": lengths}
+            try:
+                dry_run(tiny(data={"validation_fraction": 0.1}, evaluate=section))
+            except UserError as error:
+                found.append(str(error))
+        return found
+
+    (found,) = run_distributed(errors, 1, group_timeout=60.0)
+    assert len(found) == 1 and "8 tokens has no room" in found[0]
 
 
 def test_what_cannot_be_evaluated_is_refused_with_the_config(tiny):

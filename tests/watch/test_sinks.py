@@ -44,9 +44,11 @@ def test_off_a_terminal_each_record_is_one_line():
     sink = ConsoleSink(total_steps=10, start_step=4, stream=stream)
     sink.log(record(5))
     sink.event("checkpoint", step=5)
+    sink.evaluation(5, {"held_out/64": 2.51234, "niah_single/64": 0.5}, 3.21)
     sink.log(record(6, skip_reason="no target"))
     sink.close()
-    first, event, second = stream.getvalue().splitlines()
+    first, event, evaluated, second = stream.getvalue().splitlines()
+    assert evaluated == "evaluation  step 5  held_out/64 2.512  niah_single/64 0.5  (3.2 s)"
     assert first.startswith(
         "step 5/10  loss 2.0000  grad 1.5  lr 2.00e-05  12.3k tokens/s  left 0:"
     )
@@ -122,14 +124,17 @@ def test_wandb_is_offline_without_a_network_and_keeps_its_run_over_a_resume(
     logged = []
     send = resumed._run.log
     resumed._run.log = lambda values, step: (logged.append(step), send(values, step=step))
+    resumed.evaluation(2, {"held_out/64": 9.0}, 1.0)  # wandb is past step 2 already
     for step in (2, 3, 4):
         resumed.log(record(step))
+    resumed.evaluation(4, {"held_out/64": 2.5}, 1.0)
     resumed.close()
     assert json.loads((tmp_path / "wandb.json").read_text()) == {"id": first["id"], "last_step": 4}
-    assert logged == [4]
+    assert logged == [4, 4]  # the record and the evaluation of the step
     folders = list((tmp_path / "wandb").glob("offline-run-*"))
     assert folders and all(folder.name.endswith(first["id"]) for folder in folders)
     written = b"".join(file.read_bytes() for file in (tmp_path / "wandb").rglob("*.wandb"))
+    assert b"evaluation/held_out/64" in written
     assert b"tokens_per_second" in written and b"very-secret-value" not in written
     assert made_by["commit"].encode() in written and b"2.99.7" in written
     assert b"argument-secret" not in written
