@@ -227,6 +227,21 @@ def test_sources_that_cannot_be_read_are_refused(tmp_path, monkeypatch, settings
         open_source(entry(**settings))
 
 
+def test_endings_that_say_too_little_are_asked_for(tmp_path):
+    """A .json file may hold lines; read as text it would be one document of JSON."""
+    file = tmp_path / "v1.2.json"
+    file.write_text('{"text": "a"}\n{"text": "b"}\n')
+    with pytest.raises(UserError, match=r"source.kind=jsonl, or source.kind=text"):
+        open_source(entry(file))
+    with pytest.raises(UserError, match=r"source.kind=jsonl and source.pattern='\*.json', or"):
+        open_source(entry(tmp_path))
+    for settings in ({"path": file}, {"path": tmp_path, "pattern": "*.json"}):
+        documents, _ = read(open_source(entry(**settings, kind="jsonl")))
+        assert [document.text for document in documents] == ["a", "b"]
+    (tmp_path / "code.py").write_text("x = 1\n")
+    assert len(read(open_source(entry(tmp_path)))[0]) == 2, "code with its settings is text"
+
+
 def test_two_sources_of_one_name_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(UserError, match=r"2 of data.sources are called 'corpus'"):

@@ -84,6 +84,22 @@ def test_load_dataset_opens_a_folder_and_goes_on_after_a_chunk(tmp_path, monkeyp
         ).digest()
 
 
+def test_a_stream_that_breaks_off_ends_the_run_whatever_on_error_says(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    write_parquet(tmp_path / "data" / "train.parquet")
+    source = open_source(entry(tmp_path / "data", kind="datasets", streaming=True))
+
+    class Breaking(type(source._dataset)):
+        def iter(self, batch_size):
+            yield next(super().iter(2))
+            raise ConnectionResetError("the network is gone")
+
+    source._dataset.__class__ = Breaking
+    with pytest.raises(UserError, match=r"broke off at row 2 .*the network is gone.*again"):
+        read(source, "skip")
+
+
 def test_what_load_dataset_cannot_open_is_named(tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "empty").mkdir()

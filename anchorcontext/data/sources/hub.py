@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import pyarrow as pa
+
 from ...errors import UserError
 from ...hub import offline_without_hub
 from .documents import Position
@@ -83,11 +85,27 @@ class HubDataset:
 
     def chunks(self, start: Position, chunk_bytes: int) -> Iterator[TableChunk]:
         (row,) = start or (0,)
-        dataset = self._dataset.skip(row) if row else self._dataset
-        for table in dataset.iter(batch_size=ROWS):
+        for table in self._tables(row):
             size = max(1, table.num_rows * chunk_bytes // max(table.nbytes, 1))
             for begin in range(0, table.num_rows, size):
                 (rows,) = table.slice(begin, size).combine_chunks().to_batches()
                 after = (row + rows.num_rows,)
                 yield TableChunk(self.reader, self.path, self.split, row, to_stream(rows), after)
                 row += rows.num_rows
+
+    def _tables(self, row: int) -> Iterator[pa.Table]:
+        """The rows from ``row`` on.
+
+        Raises:
+            UserError: they break off, whatever ``on_error`` says: nobody knows how many are lost.
+        """
+        dataset = self._dataset.skip(row) if row else self._dataset
+        try:
+            for table in dataset.iter(batch_size=ROWS):
+                yield table
+                row += table.num_rows
+        except Exception as error:  # of the network, of files, of a loading script
+            raise UserError(
+                f"source {self.name!r}: reading {self.path!r} broke off at row {row} or soon "
+                f"after ({type(error).__name__}: {error}); run prepare again: it continues"
+            ) from error

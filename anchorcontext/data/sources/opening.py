@@ -20,6 +20,10 @@ from .text import TextFiles
 
 KINDS = ("auto", "text", "jsonl", "parquet", "datasets", "stdlib")
 SUFFIXES = {"jsonl": jsonl.SUFFIXES, "parquet": table.SUFFIXES}
+# May be one object a line, one document a file, or a table that nothing here reads.
+AMBIGUOUS = tuple(
+    f".{kind}{packed}" for kind in ("json", "csv", "tsv") for packed in ("", ".gz", ".zst")
+)
 # One task of a worker: its token ids and their Python lists stay below 100 MB.
 CHUNK_BYTES = 1 << 21
 
@@ -131,8 +135,16 @@ def _guess_kind(root: Path, files: Sequence[Path], key: str) -> str:
     """By the files' endings.
 
     Raises:
-        UserError: they are of several kinds.
+        UserError: they are of several kinds, or their endings say too little.
     """
+    if files and all(path.name.endswith(AMBIGUOUS) for path in files):
+        ending = max((end for end in AMBIGUOUS if files[0].name.endswith(end)), key=len)
+        pattern = "" if root.is_file() else f" and {key}.pattern='*{ending}'"
+        raise UserError(
+            f"{key}.path = {str(root)!r}: {files[0].name} may hold one JSON object a line or be "
+            f"one document: say so with {key}.kind=jsonl{pattern}, or {key}.kind=text (tables of "
+            "comma-separated values are not read: convert them to Parquet)"
+        )
     found = Counter(
         next((kind for kind, ends in SUFFIXES.items() if path.name.endswith(ends)), "text")
         for path in files
