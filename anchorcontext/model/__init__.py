@@ -5,6 +5,7 @@ from .export import export_model
 from .liger import check_liger
 from .load import DTYPES, build_config, build_model
 from .loss import linear_cross_entropy
+from .precision import set_precision
 from .rope import (
     cast_parameters,
     configure_rope,
@@ -32,5 +33,6 @@ __all__ = [
     "fix_rotary_buffers",
     "linear_cross_entropy",
     "probe_model",
+    "set_precision",
     "verify_rope",
 ]
