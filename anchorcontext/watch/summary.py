@@ -83,7 +83,7 @@ def summarize(run_dir: str | Path) -> RunSummary:
         seconds_saving=sum(_values(records, "seconds_checkpoint")),
         seconds_evaluation=sum(event["seconds"] for event in evaluations),
         evaluated_step=evaluations[-1]["step"] if evaluations else None,
-        evaluation=evaluations[-1]["values"] if evaluations else {},
+        evaluation=_finite(evaluations[-1]["values"]) if evaluations else {},
         attention_balance=_mean(records, "attention_balance"),
         parity_checks=len(checks),
         parity_failures=sum(not check["passed"] for check in checks),
@@ -94,6 +94,11 @@ def summarize(run_dir: str | Path) -> RunSummary:
         # Those with an ending are being written or removed.
         checkpoints=tuple(sorted((run_dir / "checkpoints").glob("step-*[0-9]"))),
     )
+
+
+def _finite(values: dict[str, float | None]) -> dict[str, float]:
+    """The metrics file has None for a number that is not finite."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _values(records: list[dict[str, Any]], name: str) -> list[float]:

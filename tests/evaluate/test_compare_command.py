@@ -31,6 +31,7 @@ def arm(tiny, tmp_path):
             )
             sink.log(make_record([share, share], step=step, lr=0.1, grad_norm=1.0))
         values = {"held_out/64": loss, "niah_single/60": 0.5, "niah_single/64": 0.25}
+        values["held_out/32"] = float("nan")  # diverged: no figure, and nothing breaks
         sink.evaluation(2, {**values, "loss_by_position/0-64": loss}, 1.0)
         sink.close()
         save_config(tiny(run={"name": name}, attention={"mode": mode}), folder / "config.yaml")
@@ -62,6 +63,7 @@ def test_costs_losses_scores_and_the_keys_that_differ(arm):
     assert rows["peak memory of a rank, MiB"] == [2.0, 2.0]
     assert rows["sent in attention, MiB a step"] == [2.0, 2.0]
     assert rows["last evaluation: held_out/64"] == [3.0, 4.0]
+    assert "last evaluation: held_out/32" not in rows
     assert rows["vt/4096"] == [61.0, 47.0]
     assert found.arms[1].score_curve("vt") == [(4096, 47.0), (8192, 43.0)]
     assert found.arms[0].score_curve("niah_single") == [(60, 0.5), (64, 0.25)]
