@@ -174,7 +174,13 @@ def build_loader(config: Config, dataset: WindowDataset, mesh: Mesh) -> Loader:
     Raises:
         UserError: the config asks for an anchor that the windows do not have.
     """
-    view = configured_view(config, dataset)
+    view, section = configured_view(config, dataset), config.train
+    if mesh.rank == 0 and len(dataset) < section.windows_per_step:
+        logger.warning(
+            "%s holds %d windows, train.windows_per_step is %d: a step trains on some of them more "
+            "than once; prepare more data, or lower windows_per_step",
+            *(dataset.path, len(dataset), section.windows_per_step),
+        )
     return Loader(
         dataset,
         mode=view.mode,
@@ -183,7 +189,7 @@ def build_loader(config: Config, dataset: WindowDataset, mesh: Mesh) -> Loader:
         anchor_copies=view.anchor_copies,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp,
-        micro_batch_windows=config.train.micro_batch_windows,
+        micro_batch_windows=section.micro_batch_windows,
         seed=config.run.seed,
         shuffle=config.data.shuffle,
     )

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from anchorcontext.data import epoch_order
+from anchorcontext.parallel import Mesh
 from anchorcontext.testing import run_distributed
+from anchorcontext.train.job import build_loader, open_dataset
 from anchorcontext.train.loop import Trainer
 from anchorcontext.watch.jsonl import read_metrics
 
@@ -89,3 +91,12 @@ def test_kills_inside_accumulation_and_at_an_epochs_edge_skip_and_repeat_no_wind
     records, events = read_metrics(run / "metrics.jsonl")
     assert [record["windows"] for record in records] == expected
     assert [e["step"] for e in events if e["event"] == "start"] == [0, 2, 4]
+
+
+def test_a_step_of_more_windows_than_there_are_is_pointed_out_once(tiny, caplog):
+    for windows, said in ((NUM_WINDOWS, 0), (NUM_WINDOWS + 2, 1)):
+        caplog.clear()
+        config = tiny(train={"steps": 1, "windows_per_step": windows})
+        for rank in range(2):
+            build_loader(config, open_dataset(config), Mesh(2, rank, 2, 1))
+        assert caplog.text.count(f"holds 8 windows, train.windows_per_step is {windows}") == said
