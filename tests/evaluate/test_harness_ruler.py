@@ -325,6 +325,12 @@ def test_mistakes_are_named_before_weights_are_read(
         run_units(find_targets([model_folder]), ["ruler_vt"], options, tmp_path)
 
 
+def test_ranks_of_a_launcher_are_refused(model_folder, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="one process, here are 2 ranks"):
+        run_units(find_targets([model_folder]), ["ruler_vt"], Options(), tmp_path)
+
+
 def test_what_needs_a_download_is_skipped_by_name(model_folder, tmp_path):
     options = Options(lengths=(600,), samples=1)
     tasks = ["hellaswag", "niah_single_2", "ruler_qa_hotpot"]

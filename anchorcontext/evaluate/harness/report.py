@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from ...bench.markdown import markdown_table
 from .catalog import PRESETS, PUBLISHED, RULER, length_label, published_score
+from .require import UNTRAINED
 from .run import Findings
+from .sources import PUBLISHED_TEXT
 from .units import UnitResult
 
 # A mean over tasks is the preset's only when all of its tasks are in.
@@ -116,9 +118,11 @@ def notes(report: Report) -> list[str]:
         found.append(f"Mean ± standard deviation of {len(report.models)} snapshots.")
     for source in ("haystack", "squad", "hotpotqa"):
         names = {r.texts[source] for r in report.results if source in r.texts}
-        local = sorted(names - {"the published one"})
+        local = sorted(names - {PUBLISHED_TEXT})
         if local:
-            found.append(f"The {source} was {', '.join(local)}, not the published one.")
+            found.append(f"The {source} was {', '.join(local)}, not {PUBLISHED_TEXT}.")
+    if any(r.texts.get("sentences") == UNTRAINED for r in report.results):
+        found.append("Sentences of the haystack were told apart by nltk's splitter, untrained.")
     short = [r for r in report.results if r.requested and r.samples < r.requested]
     if short and any(r.length for r in short):
         found.append(f"Fewer samples than asked for in {', '.join({r.task for r in short})}.")

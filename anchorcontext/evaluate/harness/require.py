@@ -13,6 +13,8 @@ from pathlib import Path
 
 from ...errors import UserError
 
+UNTRAINED = "untrained punkt"
+_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 PACKAGES = {"lm_eval": "lm_eval[hf]", "wonderwords": "wonderwords", "nltk": "nltk"}
 
 
@@ -80,20 +82,12 @@ def sentence_splitter(*, download: bool) -> str:
     name = "tokenizers/punkt_tab"
     with contextlib.suppress(LookupError):
         nltk.data.find(name)
-        return "punkt_tab"
+        return UNTRAINED if _FOLDERS else "punkt_tab"
     if download and nltk.download("punkt_tab", quiet=True):
         return "punkt_tab"
-    folder = Path(_folder_of_this_process())
+    _FOLDERS.append(tempfile.TemporaryDirectory(prefix="anchorcontext-nltk-"))
+    folder = Path(_FOLDERS[0].name)
     nltk.data.path.append(str(folder))  # first: nltk writes only where it also reads
     (folder / name).mkdir(parents=True)
     save_punkt_params(PunktParameters(), dir=str(folder / name / "english"))
-    return "untrained punkt"
-
-
-def _folder_of_this_process() -> str:
-    holder = tempfile.TemporaryDirectory(prefix="anchorcontext-nltk-")
-    _FOLDERS.append(holder)  # removed when the process ends
-    return holder.name
-
-
-_FOLDERS: list[tempfile.TemporaryDirectory[str]] = []
+    return UNTRAINED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Prompt tokens of a batch: more only moves memory, since a prompt of 4K tokens fills the cores.
 BATCH_TOKENS = 16384
 RULER_SAMPLES = 500
+ROOMY = 8192  # tokens that every task's smallest prompt fits
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 Say = Callable[[str], None]
 
@@ -105,6 +107,12 @@ def run_units(
         UserError: the extra is missing, a length is too small or too great, there is no GPU.
     """
     require_harness()
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1:
+        raise UserError(
+            f"the harness's tasks run in one process, here are {ranks} ranks: leave the launcher "
+            "out, or ask for loss-by-position alone under it"
+        )
     device, findings, store = options.device_name(), Findings(), UnitStore(output)
     ruler, standard = _available(tasks, options, findings)
     for task, reason in findings.skipped.items():
@@ -121,13 +129,7 @@ def run_units(
                 findings.results.append(result)
                 findings.reused += 1
                 progress.skip(unit.work)
-        if missing:
-            with open_model(target, missing[0].form.tokenizer, options, device) as lm:
-                for unit in missing:
-                    result = _score(unit, lm, options, store)
-                    store.save(result)
-                    findings.results.append(result)
-                    progress.step(unit.work, unit.label, result)
+        findings.results += _compute(target, missing, options, device, store, progress)
     order = {name: place for place, name in enumerate(tasks)}
     findings.results.sort(key=lambda result: (order[result.task], result.length or 0))
     return findings
@@ -165,6 +167,27 @@ def evaluate_tasks(
     return dict(results)
 
 
+def _compute(
+    target: Target,
+    missing: Sequence[_Unit],
+    options: Options,
+    device: str,
+    store: UnitStore,
+    progress: Progress,
+) -> list[UnitResult]:
+    """Run a model's units and store them; the weights are gone when this returns."""
+    if not missing:
+        return []
+    results = []
+    with open_model(target, missing[0].form.tokenizer, options, device) as lm:
+        for unit in missing:
+            result = _score(unit, lm, options, store)
+            store.save(result)
+            results.append(result)
+            progress.step(unit.work, unit.label, result)
+    return results
+
+
 @contextmanager
 def open_model(target: Target, tokenizer: Any, options: Options, device: str) -> Iterator[LM]:
     """The weights as the harness's ``hf`` model, for as long as the block lasts."""
@@ -180,10 +203,7 @@ def open_model(target: Target, tokenizer: Any, options: Options, device: str) ->
             batch_size=1,
             max_length=limit,
         )
-    try:
-        yield lm
-    finally:
-        del lm
+    yield lm
 
 
 @dataclass(frozen=True)
@@ -229,9 +249,10 @@ def _units(
         "samples": options.samples,
         "versions": units.versions(),
     }
-    for spec in ruler:
-        # The smallest length with one sample: seconds, before any weights are read.
-        fit(spec, options.lengths[0], 1, form, options.sources)
+    if options.lengths[0] <= ROOMY:
+        for spec in ruler:
+            # One sample of the smallest length: seconds, before any weights are read.
+            fit(spec, options.lengths[0], 1, form, options.sources)
     found = []
     for length in options.lengths:  # short ones first: what stops half-way has whole columns
         for spec in ruler:
@@ -303,7 +324,8 @@ def _score(unit: _Unit, lm: Any, options: Options, store: UnitStore) -> UnitResu
     else:
         assert unit.loaded is not None
         results = evaluate_tasks(**unit.loaded, lm=lm, limit=options.samples, chat=options.chat)
-    write_harness_files(results, store.place(unit.target.name, unit.task, unit.length), unit.target)
+    place = store.place(unit.target.name, unit.task, unit.length)
+    write_harness_files(results, place, unit.target.path)
     score, stderr, metric, scored = read_score(results, unit.task, unit.length)
     return UnitResult(
         model=unit.target.name,

@@ -18,8 +18,9 @@ from typing import Any
 
 from ...errors import UserError
 from .catalog import Source
-from .require import hub
+from .require import hub, sentence_splitter
 
+PUBLISHED_TEXT = "the published one"
 Questions = tuple[list[dict[str, Any]], list[str]]
 """The harness's form: questions with their ``context`` as indices of documents; the documents."""
 
@@ -33,6 +34,7 @@ class Sources:
     qa: list[Path] = field(default_factory=list)
     """SQuAD and HotpotQA JSON files, told apart by their form."""
     download: bool = False
+    _described: dict[str, dict[str, str]] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for path in [*([self.haystack] if self.haystack else []), *self.qa]:
@@ -54,14 +56,23 @@ class Sources:
         return self.words if source == "haystack" else getattr(self, source)
 
     def describe(self, source: Source) -> dict[str, str]:
-        """What stands in the report and in a unit's fingerprint."""
+        """What stands in the report and in a unit's fingerprint: name and digest of the text."""
+        if source not in self._described:
+            self._described[source] = self._describe(source)
+        return self._described[source]
+
+    def _describe(self, source: Source) -> dict[str, str]:
         if source == "none":
             return {}
         path = self.haystack if source == "haystack" else self._qa_files.get(source)
-        name = "the published one" if path is None else path.name
-        content = self.words if source == "haystack" else getattr(self, source)
-        digest = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).hexdigest()
-        return {source: name, "digest": digest}
+        content = json.dumps(self.load(source)).encode()
+        facts = {
+            source: PUBLISHED_TEXT if path is None else path.name,
+            "digest": hashlib.blake2b(content, digest_size=8).hexdigest(),
+        }
+        if source == "haystack":
+            facts["sentences"] = sentence_splitter(download=self.download)
+        return facts
 
     @cached_property
     def words(self) -> list[str]:

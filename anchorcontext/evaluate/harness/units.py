@@ -123,8 +123,9 @@ def read_score(
     return 100 * values[key], stderr, metric, sum(counted)
 
 
-def write_harness_files(results: dict[str, Any], folder: Path, model: Any) -> None:
-    """Leave the harness's own results and samples in ``folder``, in place of older ones."""
+def write_harness_files(results: dict[str, Any], folder: Path, model: Path) -> None:
+    """Leave the harness's own results and samples of ``model`` in ``folder``, in place of older
+    ones."""
     from lm_eval.loggers import EvaluationTracker
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -133,13 +134,13 @@ def write_harness_files(results: dict[str, Any], folder: Path, model: Any) -> No
     tracker = EvaluationTracker(output_path=str(folder / "results.json"))
     tracker.general_config_tracker.log_experiment_args(
         model_source="hf",
-        model_args={"pretrained": str(model.path)},
+        model_args={"pretrained": str(model)},
         system_instruction=None,
         chat_template=None,
         fewshot_as_multiturn=True,
     )
     samples = results.pop("samples")
-    results["config"] = {"model": "hf", "model_args": {"pretrained": str(model.path)}}
+    results["config"] = {"model": "hf", "model_args": {"pretrained": str(model)}}
     results["lm_eval_version"] = version("lm_eval")
     tracker.save_results_aggregated(results=results, samples=samples)
     for name, rows in samples.items():
