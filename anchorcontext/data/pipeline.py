@@ -37,7 +37,7 @@ from .request import (
 )
 from .sources import ProblemLog, Source, open_sources, read_documents
 from .sources.documents import MAX_EXAMPLES
-from .store import PROBLEMS, TOKENIZER, TRAIN, VALIDATION, WindowRecord, read_meta
+from .store import PROBLEMS, TOKENIZER, TRAIN, VALIDATION, WindowRecord, check_files, read_meta
 from .tokenise import Report, tokenise
 from .tokenizer import (
     check_vocabulary,
@@ -81,6 +81,7 @@ def prepare(
     if meta is not None:
         check_same(path, meta["request"], request)
         check_vocabulary(meta["vocab_size"], model_size)
+        check_files(path)
         return PrepareReport.from_meta(path, meta)
     with _name_full_disk(path), build_folder(path, for_tokens) as builder:
         run = _Run(data, sources, builder, progress or (lambda stage, done, total: None))

@@ -219,6 +219,22 @@ def read_meta(path: Path) -> dict[str, Any] | None:
     return meta
 
 
+def check_files(path: Path) -> None:
+    """Open all that a prepared folder promises, without reading the tokens.
+
+    Raises:
+        UserError: a file is missing or cut short.
+    """
+    meta = read_meta(path)
+    assert meta is not None, f"{path} is a prepared folder"
+    for split in meta["splits"]:
+        WindowDataset(path, split).document(0)
+    if not (path / TOKENIZER).is_dir():
+        raise UserError(
+            f"{path / TOKENIZER} is missing: run `anchorcontext prepare CONFIG --force`"
+        )
+
+
 def known_meta(path: Path) -> dict[str, Any] | None:
     """``meta.json`` of a prepared folder that can be read; None of anything else."""
     try:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import numpy as np
 import pytest
@@ -255,6 +256,23 @@ def test_the_same_request_is_reused_and_another_one_refused(config, corpus, tmp_
     forced = prepare(config(window_tokens=32), force=True)
     assert not forced.reused and WindowDataset(tmp_path / "out").window_tokens == 32
     assert sorted(os.listdir(tmp_path)) == ["out"]
+
+
+def test_a_folder_that_lost_something_is_not_reused(config, tmp_path):
+    made = prepare(config(validation_fraction=0.2))
+    whole = tmp_path / "whole"
+    shutil.copytree(tmp_path / "out", whole)
+    files = ["windows-00000.arrow", "validation-00000.arrow", "documents.arrow", "tokenizer"]
+    for name in files:
+        shutil.rmtree(tmp_path / "out")
+        shutil.copytree(whole, tmp_path / "out")
+        assert prepare(config(validation_fraction=0.2)).reused
+        lost = tmp_path / "out" / name
+        shutil.rmtree(lost) if lost.is_dir() else os.truncate(lost, lost.stat().st_size // 2)
+        with pytest.raises(UserError, match=rf"{name} is missing.*prepare CONFIG --force"):
+            prepare(config(validation_fraction=0.2))
+    again = prepare(config(validation_fraction=0.2), force=True)
+    assert again.fingerprint == made.fingerprint
 
 
 def test_a_changed_source_file_is_noticed(config, tmp_path):
