@@ -104,6 +104,8 @@ def _show_world(world: WorldEstimate, device_bytes: float) -> None:
     ]
     echo_table([(what, *values) for what, values in rows], ("busiest rank", *names))
     for mode in modes:
+        if mode.view != mode.mode:
+            echo(f"{mode.mode}, as the config varies it: {mode.view}")
         if mode.choice is not None:
             echo(f"{mode.mode}, exchange auto, a layer's step: {mode.choice}")
     traffic = world.state_traffic

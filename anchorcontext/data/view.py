@@ -31,6 +31,10 @@ class View:
     anchor_copies: bool = False
     """Documents get a copy of the anchor each, in place of one that all of them see."""
 
+    def __str__(self) -> str:
+        """The mode with what is varied of it."""
+        return f"{self.mode}, copied to every document" if self.anchor_copies else str(self.mode)
+
     def window(self, record: WindowRecord) -> Window:
         """The window of a prepared record.
 

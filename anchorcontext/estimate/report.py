@@ -60,6 +60,8 @@ class ModeEstimate:
     """One mode on one world size. Bytes and seconds are of one training step."""
 
     mode: str
+    view: str
+    """The mode with what the config varies of it."""
     layout: str
     exchange: str
     choice: str | None
@@ -250,6 +252,7 @@ def _mode(
     sent = [batch.sent_inside + batch.sent_across for batch in found]
     return ModeEstimate(
         mode=mode,
+        view=str(view),
         layout=plans[0].layout,
         exchange=plans[0].exchange_name,
         choice=None if plans[0].choice is None else plans[0].choice.reason,

@@ -333,6 +333,8 @@ def test_controls_are_planned_as_they_are_trained():
 
     plain, hidden = of(), of("attention.anchor.visible=false")
     alone = of("attention.anchor.copies=true")
+    assert (plain.view, hidden.view) == ("anchor", "anchor (hidden anchor)")
+    assert alone.view == "anchor, copied to every document"
     # Everybody's pair with the anchor; a copy is seen by its document and by itself.
     assert plain.pairs_a_window - hidden.pairs_a_window == 4095
     assert alone.pairs_a_window > plain.pairs_a_window
