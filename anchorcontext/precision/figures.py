@@ -44,6 +44,7 @@ def draw_figures(summary: ShiftSummary, folder: Path) -> list[Path]:
                 continue
             path = folder / f"shift-{name}.png"
             save_figure(figure, path)
+            figure.set_layout_engine("none")  # it stays as it was laid out
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         drawn.append(path)
     return drawn

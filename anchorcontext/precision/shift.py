@@ -129,7 +129,7 @@ def _measure_and_store(
     workers: Workers,
     report: _Reporter,
 ) -> None:
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     num_layers = model.config.get_text_config().num_hidden_layers
     deviations = measure(
         model,
@@ -141,7 +141,10 @@ def _measure_and_store(
         same_input=settings.same_input,
         after_layer=lambda layer: report(unit, layer, num_layers),
     )
-    facts = _facts(unit, time.perf_counter() - start, workers, settings)
+    facts = _facts(unit, workers, settings) | {
+        "seconds": round(time.perf_counter() - start, 2),
+        "processor_seconds": round(time.process_time() - processor, 2),
+    }
     store.save(unit.path, unit.walk, WalkResult(deviations, facts))
     report(unit, num_layers, num_layers, stored=True)
 
@@ -204,14 +207,13 @@ def stored_results(settings: ShiftSettings, out: Path) -> dict[Walk, list[WalkRe
     return found
 
 
-def _facts(unit: Unit, seconds: float, workers: Workers, settings: ShiftSettings) -> dict[str, Any]:
+def _facts(unit: Unit, workers: Workers, settings: ShiftSettings) -> dict[str, Any]:
     text = unit.text
     return {
         "text": text.number,
         "domain": text.domain,
         "document": text.document,
         "digest": text.digest,
-        "seconds": round(seconds, 2),
         "threads": workers.num_threads,
         "device": settings.device,
         "machine": platform.machine(),

@@ -34,7 +34,8 @@ BY_COLUMN = ("columns", "logits", "layer_columns", "mass")
 class WalkResult:
     """What a walk over one text found: deviations by (shift, length), and facts about the run.
 
-    ``facts``: text number, domain, document and digest, seconds, date, versions.
+    ``facts``: text number, domain, document and digest, seconds on the clock and of the processor,
+    date, versions.
     """
 
     deviations: Mapping[tuple[int, int], Deviation]

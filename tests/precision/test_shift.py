@@ -34,9 +34,9 @@ def workers() -> Iterator[Workers]:
 
 
 @pytest.fixture
-def settings(model_folder: Path, corpus: Path) -> ShiftSettings:
+def settings(short_model: Path, corpus: Path) -> ShiftSettings:
     return ShiftSettings(
-        model=str(model_folder),
+        model=str(short_model),
         settings=(Setting("pretrained", "bf16"), Setting("random", "bf16")),
         beside=(Setting("pretrained", "fp64"),),
         beside_tokens=32,
@@ -186,6 +186,40 @@ def test_a_length_inside_a_longer_walk_is_that_length_alone(
     np.testing.assert_allclose(inside.columns, alone.columns, rtol=1e-6, atol=1e-12)
     np.testing.assert_allclose(inside.logits, alone.logits, rtol=1e-6, atol=1e-12)
     np.testing.assert_allclose(inside.mass, alone.mass, rtol=1e-6)
+
+
+@pytest.mark.parametrize("shift", [3, 40])
+def test_it_is_the_difference_of_transformers_own_attention_matrices(
+    shift: int, settings: ShiftSettings, workers: Workers
+) -> None:
+    """In the first layer, where eager attention and ``sdpa`` have the same input."""
+    setting, ids = Setting("pretrained", "bf16"), torch.arange(64) * 31 % 300
+    with lab_model(settings.model, setting, workers=workers, longest=64) as (model, _):
+        todo = Walk(setting, "shift", 16, (0, shift), (64,))
+        found = measure(model, ids, todo, workers=workers, scores="model")[shift, 64]
+        model.set_attn_implementation("eager")
+        first, second = (
+            model(
+                input_ids=ids[None],
+                position_ids=torch.arange(64)[None] + by,
+                use_cache=False,
+                output_attentions=True,
+            )
+            .attentions[0][0]
+            .double()
+            for by in (16, shift)
+        )
+    rows = torch.arange(64, 0, -1)
+    difference = second - first
+    columns = {
+        "signed": difference.sum(1),
+        "column": difference.sum(1).abs(),
+        "entry": difference.abs().sum(1),
+    }
+    for number, form in enumerate(columns.values()):
+        np.testing.assert_allclose(found.heads[number, 0, 0], (form / rows).sum(1), atol=1e-6)
+        np.testing.assert_allclose(found.heads[number, 1, 0], form.sum(1), atol=1e-5)
+    assert columns["entry"].sum() > 0.1
 
 
 def test_deviations_add_up(settings: ShiftSettings, workers: Workers) -> None:

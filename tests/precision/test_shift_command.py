@@ -23,12 +23,12 @@ def options(corpus: Path, tmp_path: Path) -> list[str | Path]:
 
 
 def test_it_measures_draws_and_writes(
-    model_folder: Path, options: list[str | Path], tmp_path: Path
+    short_model: Path, options: list[str | Path], tmp_path: Path
 ) -> None:
     page, report = tmp_path / "docs" / "precision.md", tmp_path / "report.json"
     page.parent.mkdir()
     page.write_text("# Precision\n")
-    done = shift(model_folder, *options, "--markdown", page, "--json", report)
+    done = shift(short_model, *options, "--markdown", page, "--json", report)
     assert done.exit_code == 0, done.output
     assert "pretrained:fp64" in done.output
     deviations = json.loads(report.read_text())["deviations"]
@@ -43,13 +43,13 @@ def test_it_measures_draws_and_writes(
     assert text.startswith("# Precision\n") and "--shifts 0,4" in text
     assert (page.parent / "precision" / "shift-by-token.svg").exists()
 
-    again = shift(model_folder, *options, "--stored", "--json", report)
+    again = shift(short_model, *options, "--stored", "--json", report)
     assert again.exit_code == 0
     assert json.loads(report.read_text())["deviations"] == deviations
 
 
-def test_nothing_stored_is_said(model_folder: Path, options: list[str | Path]) -> None:
-    done = shift(model_folder, *options, "--stored")
+def test_nothing_stored_is_said(short_model: Path, options: list[str | Path]) -> None:
+    done = shift(short_model, *options, "--stored")
     assert done.exit_code == 2 and "no text is complete there" in done.output
 
 
@@ -61,8 +61,8 @@ def test_nothing_stored_is_said(model_folder: Path, options: list[str | Path]) -
         (["--panels", "heads"], "--panels heads: choose from"),
     ],
 )
-def test_mistakes_are_named(arguments: list[str], message: str, model_folder: Path) -> None:
-    done = shift(model_folder, *arguments)
+def test_mistakes_are_named(arguments: list[str], message: str, short_model: Path) -> None:
+    done = shift(short_model, *arguments)
     assert done.exit_code == 2 and message in done.output
 
 

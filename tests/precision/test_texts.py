@@ -12,9 +12,9 @@ from anchorcontext.errors import UserError
 from anchorcontext.precision.texts import read_texts
 
 
-def test_every_text_is_bos_and_the_next_tokens(model_folder: Path, corpus: Path) -> None:
-    texts = read_texts(str(model_folder), 3, 100, source=str(corpus), seed=1)
-    tokenizer = load_tokenizer(model_folder)
+def test_every_text_is_bos_and_the_next_tokens(short_model: Path, corpus: Path) -> None:
+    texts = read_texts(str(short_model), 3, 100, source=str(corpus), seed=1)
+    tokenizer = load_tokenizer(short_model)
     assert all(text.ids[0] == tokenizer.bos_token_id and len(text.ids) == 100 for text in texts)
     joined = torch.cat([text.ids[1:] for text in texts])
     assert not (joined == tokenizer.bos_token_id).any()
@@ -26,24 +26,24 @@ def test_every_text_is_bos_and_the_next_tokens(model_folder: Path, corpus: Path)
     assert len({text.digest for text in texts}) == 3
 
 
-def test_more_texts_leave_the_first_ones_as_they_are(model_folder: Path, corpus: Path) -> None:
-    few, many = (read_texts(str(model_folder), n, 80, source=str(corpus)) for n in (2, 4))
+def test_more_texts_leave_the_first_ones_as_they_are(short_model: Path, corpus: Path) -> None:
+    few, many = (read_texts(str(short_model), n, 80, source=str(corpus)) for n in (2, 4))
     assert [t.digest for t in few] == [t.digest for t in many[:2]]
-    other = read_texts(str(model_folder), 2, 80, source=str(corpus), seed=5)
+    other = read_texts(str(short_model), 2, 80, source=str(corpus), seed=5)
     assert [t.digest for t in few] != [t.digest for t in other]
 
 
-def test_the_standard_library_gives_prose_and_code_in_turn(model_folder: Path) -> None:
-    texts = read_texts(str(model_folder), 4, 64)
+def test_the_standard_library_gives_prose_and_code_in_turn(short_model: Path) -> None:
+    texts = read_texts(str(short_model), 4, 64)
     assert [text.domain for text in texts] == ["prose", "code"] * 2
     assert texts[0].document.startswith("topics/")
 
 
-def test_too_few_tokens_name_what_there_is(model_folder: Path, corpus: Path) -> None:
+def test_too_few_tokens_name_what_there_is(short_model: Path, corpus: Path) -> None:
     with pytest.raises(UserError, match=r"99 texts of 500 tokens: .* gives \d+ .*12 documents of"):
-        read_texts(str(model_folder), 99, 500, source=str(corpus))
+        read_texts(str(short_model), 99, 500, source=str(corpus))
 
 
-def test_a_source_that_is_not_there(model_folder: Path) -> None:
+def test_a_source_that_is_not_there(short_model: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
-        read_texts(str(model_folder), 1, 10, source="nowhere")
+        read_texts(str(short_model), 1, 10, source="nowhere")
