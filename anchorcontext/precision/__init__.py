@@ -13,6 +13,14 @@
     store.py        results on disk, one file a walk and text
     shift.py        `diagnose shift`: measure what is missing, read what is stored
     summary.py, figures.py, page.py   means over texts; drawn; as Markdown
+    formats.py      number formats, simulated
+    stages.py       attention with a format at every stage
+    parts.py        a deviation split into what the stages add
+    casting.py      what casting a model does to inv_freq
+    rope.py         `diagnose rope`: the split, on captured heads
+    units.py, sheet.py   small results on disk; what a diagnosis shows
+    rope_sheet.py   its tables, readings and figures
+    arms.py, first_token.py, first_token_sheet.py   `diagnose first-token`, the same way
 """
 
 from .difference import SUMS, LayerDifferences, attention_differences, attention_rows

@@ -1,0 +1,180 @@
+"""What the diagnoses share: lists as options, the bar, and where a sheet goes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from anchorcontext.cli.common import echo, echo_table, is_main_rank
+from anchorcontext.errors import UserError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from anchorcontext.precision.sheet import Sheet
+    from anchorcontext.precision.units import Step
+
+DEFAULT_OUT = Path("runs/precision")
+
+
+def result_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--out``, ``--stored``, ``--no-figures`` and ``--markdown``, for :func:`show`."""
+    for option in (
+        click.option(
+            "--markdown",
+            type=click.Path(path_type=Path, dir_okay=False),
+            metavar="PATH",
+            help="Write the readings and tables into their section of PATH, figures beside it.",
+        ),
+        click.option("--figures/--no-figures", default=True, help="Draw, with matplotlib."),
+        click.option("--stored", is_flag=True, help="Measure nothing; show what is stored."),
+        click.option(
+            "--out",
+            type=click.Path(path_type=Path, file_okay=False),
+            default=DEFAULT_OUT,
+            show_default=True,
+            help="Where results are kept.",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+def text_options(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``--tokens``, ``--texts``, ``--source`` and ``--seed``."""
+    for option in (
+        click.option("--seed", type=int, metavar="N", help="Of texts and of random numbers."),
+        click.option("--source", metavar="PATH", help="Documents; default the standard library's."),
+        click.option("--texts", type=int, metavar="N", help="Sequences; more go on from those."),
+        click.option("--tokens", type=int, metavar="T", help="Tokens of a sequence."),
+    ):
+        function = option(function)
+    return function
+
+
+def names(text: str) -> tuple[str, ...]:
+    """A list of names, ``a,b,c``."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """A list of whole numbers, ``0,8,16``.
+
+    Raises:
+        UserError: it is none.
+    """
+    parts = names(text)
+    if not parts or not all(part.isdigit() for part in parts):
+        raise UserError(f"{option} {text}: give whole numbers, as in 0,8,16")
+    return tuple(int(part) for part in parts)
+
+
+def given_lists(
+    given: Mapping[str, Any], of_names: Sequence[str], of_numbers: Sequence[str]
+) -> dict[str, Any]:
+    """Options that were given, the named ones as lists."""
+    changes: dict[str, Any] = {}
+    for name, value in given.items():
+        if value is None:
+            continue
+        if name in of_names:
+            changes[name] = names(value)
+        elif name in of_numbers:
+            changes[name] = numbers(f"--{name.replace('_', '-')}", value)
+        else:
+            changes[name] = value
+    return changes
+
+
+def command_line(name: str, model: str, given: Mapping[str, Any]) -> str:
+    """What to type to get these numbers."""
+    parts = [f"anchorcontext diagnose {name} {model}"]
+    parts += [f"--{k.replace('_', '-')} {v}" for k, v in given.items() if v is not None]
+    return " ".join(parts)
+
+
+def show(
+    sheet: Sheet,
+    draw: Callable[[], dict[str, Figure]],
+    *,
+    out: Path,
+    figures: bool,
+    markdown: Path | None,
+) -> None:
+    """Print a sheet, leave it in ``out`` for the report, draw its figures, write its section.
+
+    Raises:
+        UserError: matplotlib is not installed; a file cannot be written.
+    """
+    from dataclasses import replace
+
+    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.precision.sheet import FIGURES, save_figures, save_sheet, sheet_markdown
+
+    for table in sheet.tables:
+        echo_table(table.rows, table.headers, title=table.title)
+    for reading in sheet.readings:
+        echo(f"- {reading}")
+    if not is_main_rank():
+        return
+    drawn = draw() if figures else {}
+    save_figures(drawn, out / FIGURES)
+    save_sheet(replace(sheet, figures={name: name.replace("-", " ") for name in drawn}), out)
+    if markdown is not None:
+        beside = save_figures(draw() if figures else {}, markdown.with_suffix(""))
+        write_section(markdown, sheet.name, sheet_markdown(sheet, beside, markdown.parent))
+        echo(f"written to {markdown}")
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[Step], None]]:
+    """A bar with the time left on a terminal; elsewhere a line whenever a result is stored."""
+    import time
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as TimeLeft
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeLeft(elapsed_when_finished=True),
+    )
+    # The estimate is over all of the run: units differ in speed.
+    bar = Progress(
+        *columns, console=console, speed_estimate_period=3600, disable=not console.is_terminal
+    )
+    task = bar.add_task("texts and model", total=None)
+    start = time.monotonic()
+
+    def tell(step: Step) -> None:
+        bar.update(task, description=step.name, completed=step.done, total=step.total)
+        if step.stored and not console.is_terminal:
+            elapsed = time.monotonic() - start
+            left = elapsed * (step.total / step.done - 1)
+            echo(f"{step.name} after {elapsed / 60:.1f} min, about {left / 60:.0f} min left")
+
+    with bar:
+        yield tell
+
+
+def model_argument(function: Callable[..., Any]) -> Callable[..., Any]:
+    """MODEL, a folder that is checked before anything heavy."""
+
+    @functools.wraps(function)
+    def call(model: str, **options: Any) -> Any:
+        from anchorcontext.precision.settings import check_model_folder
+
+        check_model_folder(model)
+        return function(model=model, **options)
+
+    return click.argument("model", metavar="MODEL")(call)

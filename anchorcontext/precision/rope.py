@@ -1,0 +1,292 @@
+"""``diagnose rope``: where attention rounds, on real layers and on normal numbers.
+
+Heads come from a model's own layers: the walk runs the stock forward, and beside it every layer
+once more on the same input with a RoPE that turns nothing, whose attention function then sees q and
+k before their rotation. Each layer is measured on that one input at every position offset, so a
+difference between offsets is RoPE's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from ..errors import UserError
+from ..model.rope import expected_inv_freq
+from .models import Setting, lab_model, model_digest, read_config
+from .parts import Parts, split
+from .rotary import Rotary
+from .stages import Heads, parse_stack
+from .texts import read_texts
+from .units import Progress, Tell, Unit, UnitStore
+from .walk import Variant, walk
+from .workers import Workers
+
+NORMAL = "normal"
+NORMAL_HEADS = 4
+RESULT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class RopeSettings:
+    """Everything that decides the numbers of ``diagnose rope``.
+
+    Attributes:
+        model: Hugging Face model folder.
+        sources: where heads come from: settings such as pretrained:bf16, whose layers are captured,
+            and "normal": standard normal q, k and v, rounded to bf16.
+        layers: of the captured models; empty: first, middle and last.
+        stacks: see :func:`~.stages.parse_stack`.
+        offsets: position of the first token.
+        shift: of the twin.
+        tokens: T.
+        heads: query heads measured of each layer, evenly spread.
+        texts, source, seed: see :func:`~.texts.read_texts`; ``seed`` also of random weights and
+            normal numbers.
+    """
+
+    model: str
+    sources: tuple[str, ...] = ("pretrained:bf16", "random:bf16", NORMAL)
+    layers: tuple[int, ...] = ()
+    stacks: tuple[str, ...] = (
+        "eager:bf16",
+        "sdpa:bf16",
+        "rotation-fp32:bf16",
+        "tables-fp32:bf16",
+        "qk-fp32:bf16",
+        "sdpa:fp16",
+        "quantised:fp8_e4m3",
+        "all:fp32",
+        "all:bf16",
+        "all:fp16",
+        "all:fp8_e4m3",
+        "all:fp8_e5m2",
+        "positions:bf16",
+        "frequencies:bf16",
+    )
+    offsets: tuple[int, ...] = (0, 1024, 16384, 131072)
+    shift: int = 16
+    tokens: int = 512
+    heads: int = 3
+    texts: int = 1
+    source: str | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Split:
+    """One stored split: ``source``, ``layer``, ``text``, ``stack``, ``offset`` and the parts."""
+
+    source: str
+    layer: int
+    text: int
+    stack: str
+    offset: int
+    parts: Parts
+
+
+def check_rope_settings(settings: RopeSettings) -> RopeSettings:
+    """The settings with layers filled in and lists in order, or why they cannot be measured.
+
+    Raises:
+        UserError: an unknown source or stack, layers the model does not have, too few tokens.
+    """
+    config = read_config(settings.model, settings.tokens)
+    num_layers = config.get_text_config().num_hidden_layers
+    layers = settings.layers or (0, num_layers // 2, num_layers - 1)
+    layers = tuple(sorted(set(layers)))
+    if layers[0] < 0 or layers[-1] >= num_layers:
+        raise UserError(
+            f"--layers {','.join(map(str, layers))}: {settings.model} has the layers 0 to "
+            f"{num_layers - 1}"
+        )
+    for option, numbers, least in (
+        ("--offsets", settings.offsets, 0),
+        ("--shift", (settings.shift,), 1),
+        ("--tokens", (settings.tokens,), 2),
+        ("--heads", (settings.heads,), 1),
+        ("--texts", (settings.texts,), 1),
+    ):
+        if not numbers or min(numbers) < least:
+            given = min(numbers) if numbers else "nothing"
+            raise UserError(f"{option} {given}: give whole numbers from {least} on")
+    if not settings.sources or not settings.stacks:
+        raise UserError("--sources and --stacks: give at least one each, as in normal, sdpa:bf16")
+    sources = tuple(s if s == NORMAL else str(Setting.parse(s)) for s in settings.sources)
+    stacks = tuple(parse_stack(stack).name for stack in settings.stacks)
+    offsets = tuple(sorted(set(settings.offsets)))
+    return replace(settings, layers=layers, sources=sources, stacks=stacks, offsets=offsets)
+
+
+def rope_units(settings: RopeSettings) -> list[Unit]:
+    """Every stack at every offset, of every layer of every source."""
+    digest = model_digest(settings.model)
+    units = []
+    for source in settings.sources:
+        synthetic = source == NORMAL
+        for text in range(1 if synthetic else settings.texts):
+            for layer in (0,) if synthetic else settings.layers:
+                for stack in settings.stacks:
+                    for offset in settings.offsets:
+                        facts = {
+                            "source": source,
+                            "layer": layer,
+                            "text": text,
+                            "stack": stack,
+                            "offset": offset,
+                            "formats": parse_stack(stack).formats,
+                            "shift": settings.shift,
+                            "tokens": settings.tokens,
+                            "heads": settings.heads,
+                            "model": digest,
+                            "texts": None if synthetic else settings.source,
+                            "seed": settings.seed,
+                        }
+                        name = f"{source} layer {layer} text {text} {stack} offset {offset}"
+                        work = len(parse_stack(stack).rounds) + 1.0
+                        units.append(Unit(name, facts, work))
+    return units
+
+
+def run_rope(
+    settings: RopeSettings, out: Path, *, workers: Workers, tell: Tell | None = None
+) -> None:
+    """Measure what is not yet stored; ``settings`` come from :func:`check_rope_settings`.
+
+    Raises:
+        UserError: the model or the texts cannot be read, or ``out`` not be written.
+    """
+    store = UnitStore(out, "rope", RESULT_VERSION)
+    missing = store.missing(rope_units(settings))
+    progress = Progress(missing, tell)
+    for source in settings.sources:
+        wanted = [unit for unit in missing if unit.facts["source"] == source]
+        if not wanted:
+            continue
+        for key, heads in _heads(settings, source, wanted, workers):
+            for unit in wanted:
+                if (unit.facts["text"], unit.facts["layer"]) != key:
+                    continue
+                progress.at(unit)
+                parts = split(
+                    heads,
+                    parse_stack(unit.facts["stack"]),
+                    offset=unit.facts["offset"],
+                    shift=settings.shift,
+                    workers=workers,
+                    only=spread(heads.num_heads, settings.heads),
+                )
+                store.save(unit, asdict(parts))
+                progress.stored(unit)
+
+
+def spread(num_heads: int, count: int) -> list[int]:
+    """At most ``count`` heads of 0 .. ``num_heads`` - 1, evenly spread."""
+    return sorted({round(x) for x in np.linspace(0, num_heads - 1, min(count, num_heads))})
+
+
+def stored_splits(settings: RopeSettings, out: Path) -> tuple[list[Split], list[str]]:
+    """What is stored of these settings, and where and with what it was measured."""
+    store = UnitStore(out, "rope", RESULT_VERSION)
+    units = rope_units(settings)
+    found = []
+    for unit in units:
+        result = store.load(unit)
+        if result is None:
+            continue
+        parts = Parts(**{name: np.array(value, dtype=float) for name, value in result.items()})
+        where = {key: unit.facts[key] for key in ("source", "layer", "text", "stack", "offset")}
+        found.append(Split(**where, parts=parts))
+    return found, store.made(units)
+
+
+def capture(
+    model: PreTrainedModel,
+    rotary: Rotary | None,
+    input_ids: torch.Tensor,
+    layers: tuple[int, ...],
+    workers: Workers,
+) -> Iterator[tuple[int, Heads]]:
+    """(layer, heads before their rotation, fp64) of a stock forward of ``input_ids`` (T,)."""
+    positions = torch.arange(input_ids.numel())
+    inv_freq, factor = expected_inv_freq(model.config)
+    still = _NoRotation(2 * len(inv_freq))
+    variants = [Variant(positions, rotary=rotary), Variant(positions, rotary=still)]
+    for states in walk(model, input_ids, variants, workers=workers, same_input=True):
+        if states.layer in layers:
+            seen = states.attention[1]
+            yield (
+                states.layer,
+                Heads(
+                    seen.query.double(),
+                    seen.key.double(),
+                    seen.value.double(),
+                    seen.scaling,
+                    torch.from_numpy(inv_freq),
+                    factor,
+                ),
+            )
+        if states.layer == max(layers):
+            return
+
+
+def normal_heads(config: PreTrainedConfig, tokens: int, seed: int) -> Heads:
+    """Standard normal q, k and v on the grid of bf16, with the RoPE and head dimension of a
+    config."""
+    text = config.get_text_config()
+    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    generator = torch.Generator().manual_seed(seed)
+    shape = (NORMAL_HEADS, tokens, dim)
+    q, k, v = (torch.randn(shape, generator=generator).bfloat16().double() for _ in range(3))
+    inv_freq, factor = expected_inv_freq(config)
+    return Heads(q, k, v, dim**-0.5, torch.from_numpy(inv_freq), factor)
+
+
+class _NoRotation:
+    """Tables of ones and zeros, which leave q and k as they are, bit for bit."""
+
+    def __init__(self, dim: int) -> None:
+        self.dim = dim
+
+    def __call__(
+        self, x: torch.Tensor, position_ids: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (*position_ids.shape, self.dim)
+        return x.new_ones(shape), x.new_zeros(shape)
+
+
+def _heads(
+    settings: RopeSettings, source: str, wanted: list[Unit], workers: Workers
+) -> Iterator[tuple[tuple[int, int], Heads]]:
+    """((text, layer), heads) of all that ``wanted`` asks for."""
+    keys: set[tuple[Any, Any]] = {(unit.facts["text"], unit.facts["layer"]) for unit in wanted}
+    if source == NORMAL:
+        config = read_config(settings.model, settings.tokens)
+        yield (0, 0), normal_heads(config, settings.tokens, settings.seed)
+        return
+    texts = read_texts(
+        settings.model,
+        settings.texts,
+        settings.tokens,
+        source=settings.source,
+        seed=settings.seed,
+    )
+    with lab_model(
+        settings.model,
+        Setting.parse(source),
+        workers=workers,
+        longest=settings.tokens,
+        seed=settings.seed,
+    ) as (model, rotary):
+        for text in texts:
+            layers = tuple(layer for number, layer in sorted(keys) if number == text.number)
+            if not layers:
+                continue
+            for layer, heads in capture(model, rotary, text.ids, layers, workers):
+                yield (text.number, layer), heads

@@ -1,0 +1,118 @@
+"""What a diagnosis shows: one sheet for the terminal, JSON, docs/precision.md and the HTML report.
+
+A run leaves its sheet in ``OUT/NAME.sheet.json`` and its figures in ``OUT/figures``, so that
+``diagnose report OUT`` needs nothing but OUT.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..bench.markdown import markdown_table
+from .units import write_whole
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SUFFIX = ".sheet.json"
+FIGURES = "figures"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with the sentence that says what its numbers are."""
+
+    title: str
+    headers: list[str]
+    rows: list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One diagnosis.
+
+    Attributes:
+        name: of its command.
+        title: what it asks.
+        command: that gives these numbers.
+        made: processor, versions and dates.
+        settings: everything that decides the numbers.
+        readings: sentences made from the numbers.
+        tables: what they are made from.
+        figures: file names under OUT/figures, without ending, and their titles.
+    """
+
+    name: str
+    title: str
+    command: str
+    made: list[str]
+    settings: dict[str, Any]
+    readings: list[str]
+    tables: list[Table]
+    figures: dict[str, str] = field(default_factory=dict)
+
+
+def save_sheet(sheet: Sheet, out: Path) -> None:
+    """Leave ``sheet`` in ``out`` for the report.
+
+    Raises:
+        UserError: the folder cannot be written.
+    """
+    write_whole(out / f"{sheet.name}{SUFFIX}", asdict(sheet))
+
+
+def read_sheets(out: Path) -> list[Sheet]:
+    """The sheets that lie in ``out``, by name."""
+    sheets = []
+    for path in sorted(out.glob(f"*{SUFFIX}")):
+        raw = json.loads(path.read_text())
+        raw["tables"] = [Table(**table) for table in raw["tables"]]
+        sheets.append(Sheet(**raw))
+    return sheets
+
+
+def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
+    """Each as ``folder``/NAME.png and .svg, the same bytes for the same picture; gives the PNGs."""
+    import matplotlib
+
+    from ..watch.draw import save_figure
+
+    paths = []
+    for name, figure in figures.items():
+        # Ids in an SVG are random without a salt.
+        with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
+            path = folder / f"{name}.png"
+            save_figure(figure, path)
+            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+        paths.append(path)
+    return paths
+
+
+def sheet_markdown(sheet: Sheet, figures: Sequence[Path], folder: Path) -> str:
+    """The sheet as a section of a Markdown page in ``folder``."""
+    parts = [f"## {sheet.title}", f"Written by `{sheet.command}`. {'; '.join(sheet.made)}."]
+    parts.append("\n".join(f"- {reading}" for reading in sheet.readings))
+    for table in sheet.tables:
+        rows = [[cell(value) for value in row] for row in table.rows]
+        parts += [f"**{table.title}**", markdown_table(table.headers, rows)]
+    for path in figures:
+        link = path.relative_to(folder) if path.is_relative_to(folder) else path
+        parts.append(f"![{path.stem.replace('-', ' ')}]({link})")
+    return "\n\n".join(parts)
+
+
+def cell(value: Any) -> str:
+    """A number with three digits, thousands apart; anything else as it is."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return str(value)
