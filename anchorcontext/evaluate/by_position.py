@@ -311,6 +311,8 @@ def draw_positions(reports: Sequence[PositionReport], path: Path) -> None:
             short = f", last {report.short_context:,} only" if name == "short_loss" else ""
             axes.plot(x, y, style, color=color, label=f"{report.model}{short}")
     axes.set_xscale("log", base=2)
+    ends = [bucket.stop for bucket in reports[0].buckets]
+    axes.set_xticks(ends, [f"{end // 1024}K" if end % 1024 == 0 else f"{end:,}" for end in ends])
     axes.set_xlabel("tokens before the target, up to")
     axes.set_ylabel("nats a target")
     axes.grid(alpha=0.2)
