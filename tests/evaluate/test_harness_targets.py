@@ -37,6 +37,8 @@ def run(tmp_path, tokenizer_folder):
         (folder / "hf").mkdir(parents=True)
         (folder / "hf" / "config.json").write_text(json.dumps({"max_position_embeddings": 512}))
         (folder / "config.yaml").write_text(text)
+        (folder / "engine").mkdir()
+        (folder / "engine" / "weights.pt").write_bytes(bytes([1]) * 5000)
         write_manifest(folder, {"step": step, "layout": {}})
     (tmp_path / "run.yaml").write_text(text)
     return tmp_path / "run"
@@ -84,6 +86,16 @@ def test_a_folder_has_what_its_tokenizer_does_unless_bos_is_asked_for(hf):
     assert (target.name, target.bos, target.is_checkpoint) == ("run-hf", None, False)
     (target,) = find_targets([hf], bos=True)
     assert target.bos == target.tokenizer().bos_token_id
+
+
+def test_other_weights_of_a_checkpoint_are_another_model(run):
+    """Its manifest alone would not tell: it has the sizes of torch's archives only."""
+    (target,) = find_targets([run])
+    before = target.digest()
+    assert find_targets([run])[0].digest() == before
+    weights = target.path / "engine" / "weights.pt"
+    weights.write_bytes(bytes(5000))
+    assert target.digest() != before
 
 
 def test_other_weights_are_another_model(hf):

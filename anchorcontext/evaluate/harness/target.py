@@ -19,6 +19,7 @@ from ...errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
 SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 
 
@@ -54,22 +55,23 @@ class Target:
         return int(limit) if limit else None
 
     def digest(self) -> str:
-        """A fingerprint of the weights: a checkpoint's manifest has the checksums of its files; of
-        a Hugging Face folder every file's size and 64 blocks spread over it are read."""
+        """A fingerprint of the weights: config or manifest whole, of each file of weights its size
+        and 64 blocks spread over it. (Manifests have no checksums of torch's archives.)"""
         hasher = hashlib.blake2b(digest_size=16)
         if self.is_checkpoint:
             from ...train.checkpoint_files import MANIFEST
 
-            hasher.update((self.path / MANIFEST).read_bytes())
-            return hasher.hexdigest()
-        for file in sorted([*self.path.glob("*.safetensors"), *self.path.glob("*.bin")]):
+            described, files = self.path / MANIFEST, self.path.rglob("*.pt")
+        else:
+            described, files = self.hf / "config.json", self.path.iterdir()
+        for file in sorted(path for path in files if path.suffix in WEIGHT_SUFFIXES):
             size = file.stat().st_size
-            hasher.update(f"{file.name} {size}".encode())
+            hasher.update(f"{file.relative_to(self.path)} {size}".encode())
             with file.open("rb") as handle:
                 for block in range(SAMPLED_BLOCKS):
                     handle.seek(block * size // SAMPLED_BLOCKS)
                     hasher.update(handle.read(BLOCK_BYTES))
-        hasher.update((self.hf / "config.json").read_bytes())
+        hasher.update(described.read_bytes())
         return hasher.hexdigest()
 
     @contextmanager
