@@ -17,12 +17,15 @@ from anchorcontext.cli.evaluate import command
 from anchorcontext.errors import UserError
 from anchorcontext.evaluate.harness.catalog import PRESETS, RULER
 from anchorcontext.evaluate.harness.prompts import PromptFormat, fit
+from anchorcontext.evaluate.harness.report import summarize
 from anchorcontext.evaluate.harness.ruler import ruler_rows
 from anchorcontext.evaluate.harness.run import Options, run_units, score_fitted
 from anchorcontext.evaluate.harness.sources import Sources
 from anchorcontext.evaluate.harness.target import find_targets, put_in_front
+from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_model
 from anchorcontext.testing.readers import ConstantReader, FirstNeedleReader, PerfectReader
+from anchorcontext.train import train
 
 SAMPLES = 4
 LENGTHS = (512, 1500, 8192)
@@ -238,6 +241,19 @@ def test_a_short_question_file_is_refused_where_the_harness_would_mix_up_documen
     path.write_text(json.dumps({"data": [{"paragraphs": [document]}]}))
     with pytest.raises(UserError, match="1 documents"):
         ruler_rows(RULER["ruler_qa_squad"], word_tokenizer(), 600, 1, Sources(None, [path]))
+
+
+def test_snapshots_of_a_run_are_exported_and_averaged(tiny, tmp_path):
+    model = {"max_position_embeddings": 2048}
+    every = {"every": 1, "keep": 2}
+    config = tiny(model=model, train={"steps": 2}, checkpoint=every)
+    run_distributed(lambda rank, world_size, config: train(config).step, 1, config)
+    targets = find_targets([tmp_path / "runs" / "tiny"], snapshots=2, apart=1)
+    options = Options(lengths=(1500,), samples=2, dtype="fp32", device="cpu")
+    findings = run_units(targets, ["ruler_fwe"], options, tmp_path / "out")
+    assert [r.model for r in findings.results] == ["tiny-step-000001", "tiny-step-000002"]
+    assert findings.results[0].fingerprint != findings.results[1].fingerprint
+    assert str(summarize(findings).scores["ruler_fwe"]["1500"]) == "0.00 ± 0.00"
 
 
 MULTIPLE_CHOICE = """
