@@ -21,6 +21,7 @@
     units.py, sheet.py   small results on disk; what a diagnosis shows
     rope_sheet.py   its tables, readings and figures
     arms.py, first_token.py, first_token_sheet.py   `diagnose first-token`, the same way
+    gradients.py, gradient_arms.py, gradient_sheet.py   `diagnose gradients`
 """
 
 from .difference import SUMS, LayerDifferences, attention_differences, attention_rows

@@ -10,6 +10,7 @@ DIAGNOSES = {
     "shift": "Does attention change when all positions are shifted? Equations 4 and 5.",
     "rope": "Which stage of attention rounds how much; positions and inv_freq in low precision.",
     "first-token": "Why the first key column stands out: probability, or larger logit error.",
+    "gradients": "What dtype, shifts and precision controls do to the gradient that trains.",
 }
 
 

@@ -122,6 +122,7 @@ def show(
         echo(f"- {reading}")
     if not is_main_rank():
         return
+    save_sheet(sheet, out)
     drawn = draw() if figures else {}
     save_figures(drawn, out / FIGURES)
     save_sheet(replace(sheet, figures={name: name.replace("-", " ") for name in drawn}), out)
