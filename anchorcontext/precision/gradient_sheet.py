@@ -181,8 +181,8 @@ def _whole(settings: GradientSettings, results: Sequence[GradientResult]) -> Tab
     return Table(
         f"Gradient of the mean loss of a text of {settings.tokens:,} tokens, {count} texts: "
         "cosine, |a - r| / |r| and |a| / |r| over all parameters; the distance of dq and dk, "
-        "before RoPE, over all layers. fp32: the reference, fp32 with weights rounded to bf16 at shift 0; "
-        "unshifted: the same arm at shift 0.",
+        "before RoPE, over all layers. fp32: the reference, fp32 with weights rounded to bf16 at "
+        "shift 0; unshifted: the same arm at shift 0.",
         ["arm", "against", "loss", "cosine", "distance", "norm ratio", "dq", "dk"],
         rows,
     )
