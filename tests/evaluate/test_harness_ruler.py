@@ -19,7 +19,7 @@ from anchorcontext.evaluate.harness.catalog import PRESETS, RULER
 from anchorcontext.evaluate.harness.prompts import PromptFormat, fit
 from anchorcontext.evaluate.harness.report import summarize
 from anchorcontext.evaluate.harness.ruler import ruler_rows
-from anchorcontext.evaluate.harness.run import Options, run_units, score_fitted
+from anchorcontext.evaluate.harness.run import Options, open_model, run_units, score_fitted
 from anchorcontext.evaluate.harness.sources import Sources
 from anchorcontext.evaluate.harness.target import find_targets, put_in_front
 from anchorcontext.testing import run_distributed
@@ -254,6 +254,20 @@ def test_snapshots_of_a_run_are_exported_and_averaged(tiny, tmp_path):
     assert [r.model for r in findings.results] == ["tiny-step-000001", "tiny-step-000002"]
     assert findings.results[0].fingerprint != findings.results[1].fingerprint
     assert str(summarize(findings).scores["ruler_fwe"]["1500"]) == "0.00 ± 0.00"
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("adds_bos", [False, True])
+def test_the_harness_model_reads_the_tokens_that_were_counted(model_folder, adds_bos, chat):
+    form = PromptFormat(word_tokenizer(adds_bos=adds_bos, chat=True), chat)
+    prompt = "a b c"
+    if chat:
+        prompt = form.apply_chat_template([{"role": "user", "content": prompt}])
+    (target,) = find_targets([model_folder])
+    with open_model(target, form.tokenizer, Options(dtype="fp32"), "cpu") as lm:
+        ids, _ = lm.tok_batch_encode([prompt, prompt])
+    assert ids.tolist() == [form.token_ids(prompt)] * 2
+    assert ids[0].tolist().count(1) == int(adds_bos or chat)
 
 
 MULTIPLE_CHOICE = """
