@@ -132,7 +132,11 @@ def notes(report: Report) -> list[str]:
 def markdown(report: Report) -> str:
     """The report as a page section."""
     headers, rows = score_rows(report)
-    parts = [f"Models: {', '.join(f'`{model}`' for model in report.models)}."]
+    names = ", ".join(f"`{model}`" for model in report.models)
+    parts = []
+    if samples := sorted({result.samples for result in report.results}):
+        counted = " to ".join(str(number) for number in dict.fromkeys((samples[0], samples[-1])))
+        parts.append(f"{names}: percent, of {counted} samples.")
     if rows and report.lengths:
         parts.append(markdown_table(headers, rows))
     if others := other_rows(report):
