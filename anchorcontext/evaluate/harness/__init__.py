@@ -3,6 +3,7 @@
 ::
 
     catalog.py     the tasks by name, the presets, the published rows
+    require.py     the extra, the hub's cache, the sentence splitter
     scoring.py     RULER's two scores, as its paper defines them
     sources.py     the haystack and the questions: local files, or what is cached
     ruler.py       prompts of RULER's tasks, made by the harness's own generators

@@ -8,7 +8,7 @@ which a model writes one), and the best sample instead of the mean over samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...errors import UserError
 
@@ -34,7 +34,11 @@ def string_match_part(predictions: Sequence[str], references: Sequence[Sequence[
 SCORES = {"all": string_match_all, "part": string_match_part}
 
 
-def _mean(predictions, references, of_hits) -> float:  # type: ignore[no-untyped-def]
+def _mean(
+    predictions: Sequence[str],
+    references: Sequence[Sequence[str]],
+    of_hits: Callable[[list[bool]], float],
+) -> float:
     _check_lists(predictions, references)
     scores = [
         of_hits([reference.lower() in answer.lower() for reference in wanted])
