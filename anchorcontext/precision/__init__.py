@@ -22,6 +22,7 @@
     rope_sheet.py   its tables, readings and figures
     arms.py, first_token.py, first_token_sheet.py   `diagnose first-token`, the same way
     gradients.py, gradient_arms.py, gradient_sheet.py   `diagnose gradients`
+    shift_sheet.py, report.py   readings of `diagnose shift`; all on one HTML page
 """
 
 from .difference import SUMS, LayerDifferences, attention_differences, attention_rows

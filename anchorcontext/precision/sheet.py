@@ -7,12 +7,14 @@ A run leaves its sheet in ``OUT/NAME.sheet.json`` and its figures in ``OUT/figur
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..bench.markdown import markdown_table
+from ..errors import writing
 from .units import write_whole
 
 if TYPE_CHECKING:
@@ -90,6 +92,21 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         paths.append(path)
     return paths
+
+
+def copy_figures(drawn: Sequence[Path], folder: Path) -> list[Path]:
+    """Figures, PNG and SVG, beside a page; gives the PNGs there.
+
+    Raises:
+        UserError: ``folder`` cannot be written.
+    """
+    with writing("figures", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in drawn:
+            for file in (path, path.with_suffix(".svg")):
+                if file.parent.resolve() != folder.resolve():
+                    shutil.copyfile(file, folder / file.name)
+    return [folder / path.name for path in drawn]
 
 
 def sheet_markdown(sheet: Sheet, figures: Sequence[Path], folder: Path) -> str:

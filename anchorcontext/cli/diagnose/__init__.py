@@ -11,6 +11,7 @@ DIAGNOSES = {
     "rope": "Which stage of attention rounds how much; positions and inv_freq in low precision.",
     "first-token": "Why the first key column stands out: probability, or larger logit error.",
     "gradients": "What dtype, shifts and precision controls do to the gradient that trains.",
+    "report": "All of that on one HTML page.",
 }
 
 

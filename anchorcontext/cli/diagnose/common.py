@@ -114,7 +114,13 @@ def show(
     from dataclasses import replace
 
     from anchorcontext.bench.markdown import write_section
-    from anchorcontext.precision.sheet import FIGURES, save_figures, save_sheet, sheet_markdown
+    from anchorcontext.precision.sheet import (
+        FIGURES,
+        copy_figures,
+        save_figures,
+        save_sheet,
+        sheet_markdown,
+    )
 
     for table in sheet.tables:
         echo_table(table.rows, table.headers, title=table.title)
@@ -123,11 +129,11 @@ def show(
     if not is_main_rank():
         return
     save_sheet(sheet, out)
-    drawn = draw() if figures else {}
-    save_figures(drawn, out / FIGURES)
-    save_sheet(replace(sheet, figures={name: name.replace("-", " ") for name in drawn}), out)
+    drawn = save_figures(draw() if figures else {}, out / FIGURES)
+    titles = {path.stem: path.stem.replace("-", " ") for path in drawn}
+    save_sheet(replace(sheet, figures=titles), out)
     if markdown is not None:
-        beside = save_figures(draw() if figures else {}, markdown.with_suffix(""))
+        beside = copy_figures(drawn, markdown.with_suffix(""))
         write_section(markdown, sheet.name, sheet_markdown(sheet, beside, markdown.parent))
         echo(f"written to {markdown}")
 

@@ -113,7 +113,8 @@ def command(
     title = f"{model}: texts {texts}; shifts are compared with {settings.reference}"
     echo_table(summary_rows(summary), HEADERS, title=title)
     if is_main_rank():
-        _write(summary, figures, markdown, _command_line(model, preset, given))
+        line = _command_line(model, preset, given)
+        _leave_sheet(summary, line, out, _write(summary, figures, markdown, line))
     return Outcome(summary_report(summary))
 
 
@@ -204,7 +205,9 @@ def _command_line(model: str, preset: str, given: dict[str, Any]) -> str:
     return " ".join(parts)
 
 
-def _write(summary: ShiftSummary, figures: Path | None, markdown: Path | None, line: str) -> None:
+def _write(
+    summary: ShiftSummary, figures: Path | None, markdown: Path | None, line: str
+) -> list[Path]:
     from anchorcontext.bench.markdown import write_section
     from anchorcontext.precision.figures import draw_figures
     from anchorcontext.precision.page import shift_markdown
@@ -217,3 +220,22 @@ def _write(summary: ShiftSummary, figures: Path | None, markdown: Path | None, l
     if markdown is not None:
         write_section(markdown, "shift", shift_markdown(summary, line, drawn, markdown.parent))
         echo(f"written to {markdown}")
+    return drawn
+
+
+def _leave_sheet(summary: ShiftSummary, line: str, out: Path, drawn: list[Path]) -> None:
+    """For ``diagnose report``: the sheet and its figures, those of ``drawn`` or new ones."""
+    from anchorcontext.precision.figures import draw_figures
+    from anchorcontext.precision.sheet import FIGURES, copy_figures, save_sheet
+    from anchorcontext.precision.shift_sheet import shift_sheet
+
+    names = [path.stem for path in drawn]
+    save_sheet(shift_sheet(summary, line, names), out)
+    if drawn:
+        copy_figures(drawn, out / FIGURES)
+        return
+    try:
+        names = [path.stem for path in draw_figures(summary, out / FIGURES)]
+    except UserError as error:
+        echo(f"the report will have no figures: {error}")
+    save_sheet(shift_sheet(summary, line, names), out)
