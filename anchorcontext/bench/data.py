@@ -25,7 +25,7 @@ from ..data.sources.jsonl import JsonLines
 from ..data.tokenise import tokenise
 from ..data.tokenizer import train_tokenizer
 from ..errors import UserError
-from .markdown import markdown_table
+from ..markdown import markdown_table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

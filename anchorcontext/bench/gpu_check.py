@@ -28,8 +28,8 @@ import torch
 
 from anchorcontext.kernels import engine_report
 
+from ..markdown import markdown_table
 from . import kernels, numerics
-from .markdown import markdown_table
 from .numerics import QUANTITIES
 
 # Every length and dtype costs compilations (flex: two for each length and mode), which take more of

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from ..markdown import markdown_table
 from ..parallel import distributed_attention, make_plan
 from ..plan.mixes import mix_lengths
 from ..testing import run_distributed
 from ..watch.flops import ATTENTION_BACKWARD_FLOPS, ATTENTION_FORWARD_FLOPS
 from ..window import Window
-from .markdown import markdown_table
 
 LENGTHS = (16384, 32768, 65536, 131072)
 SP_SIZES = (1, 2, 4)

@@ -18,8 +18,8 @@ import torch
 
 from anchorcontext.kernels import Engine, engine_report, get_engine
 
+from ..markdown import markdown_table
 from .attention import Attention, causal_call
-from .markdown import markdown_table
 
 BACKWARD_FLOPS = 2.5
 PER_DOCUMENT = "torch, a call a document"

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import anchorcontext.kernels.aot as aot
 
 from ..errors import UserError
-from .markdown import markdown_table
+from ..markdown import markdown_table
 
 HEADERS = (
     "kernel",

@@ -10,6 +10,7 @@ from functools import partial
 import numpy as np
 
 from ..environment import measured_on
+from ..markdown import markdown_table
 from ..plan.baselines import document_zigzag, min_heap_chunks
 from ..plan.cost import CostModel
 from ..plan.layout import layout_runs
@@ -17,7 +18,6 @@ from ..plan.mixes import mix_lengths
 from ..plan.pieces import make_pieces
 from ..plan.traffic import least_seconds, piece_loads
 from ..window import Window
-from .markdown import markdown_table
 
 MIXES = {
     "64K short documents": ("short", 65536),

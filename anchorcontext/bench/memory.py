@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..markdown import markdown_table
 from ..plan.mixes import mix_lengths
 from .jobs import Job
-from .markdown import markdown_table
 from .step import Stepper
 
 if TYPE_CHECKING:

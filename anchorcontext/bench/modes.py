@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..markdown import markdown_table
 from ..modes import MODES
 from ..parallel import distributed_attention, make_plan
 from ..plan.mixes import mix_lengths
 from ..window import Window
-from .markdown import markdown_table
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ import torch
 
 from anchorcontext.kernels import engine_report, get_engine
 
+from ..markdown import markdown_table
 from .attention import Attention, causal_call
-from .markdown import markdown_table
 
 TORCH = "torch, one call"
 MODES = ("full", "anchor")

@@ -14,7 +14,7 @@ import numpy as np
 from ..data.interleave import interleave
 from ..data.packing import Packing, pack
 from ..environment import measured_on
-from .markdown import markdown_table
+from ..markdown import markdown_table
 
 MEAN_TOKENS = 1000 / 3
 """Three million documents are 1e9 tokens."""

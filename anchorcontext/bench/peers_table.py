@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .markdown import markdown_table
+from ..markdown import markdown_table
 from .peer_functions import ANCHOR, FULL, FUNCTIONS, INTRA_DOC
 from .peers import BYTES_TARGET, ContenderResult, PeersReport, SettingResult
 

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..markdown import markdown_table
 from ..plan.mixes import mix_lengths
 from ..window import Window
 from .jobs import Job
-from .markdown import markdown_table
 
 if TYPE_CHECKING:
     from ..config import Config

@@ -234,7 +234,7 @@ def _write(parts: dict[str, Part], output: Path, page: Path | None, section: str
         text = "\n\n".join(part.markdown for part in parts.values())
         (output / "results.md").write_text(text + "\n")
     if page is not None:
-        from anchorcontext.bench.markdown import write_section
+        from anchorcontext.markdown import write_section
 
         with writing("--markdown", page):
             write_section(page, section, f"{_provenance()}\n\n{text}")

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..bench.markdown import markdown_table
 from ..config import load_config
 from ..config.sections import ModelSection, SourceSection
 from ..data.sources import ProblemLog, open_sources, read_documents
 from ..data.store import VALIDATION, WindowDataset
 from ..errors import UserError, writing
+from ..markdown import markdown_table
 from ..model import TrainModel, build_model
 from ..model.load import DTYPES
 from ..parallel import Mesh, build_mesh

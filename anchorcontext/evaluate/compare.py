@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..bench.markdown import markdown_table
 from ..config.schema import flat_keys
 from ..errors import UserError
+from ..markdown import markdown_table
 from ..watch.history import RunHistory, read_run
 from .average import read_results
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..bench.markdown import markdown_table
+from ..markdown import markdown_table
 from .measures import FORMS
 from .summary import Curve, ShiftSummary
 

@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..bench.markdown import markdown_table
 from ..errors import writing
+from ..markdown import markdown_table
 from .units import write_whole
 
 if TYPE_CHECKING:

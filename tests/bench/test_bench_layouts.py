@@ -7,7 +7,6 @@ import json
 from click.testing import CliRunner
 
 from anchorcontext.bench import layouts
-from anchorcontext.bench.markdown import write_section
 from anchorcontext.cli import group
 
 
@@ -26,14 +25,3 @@ def test_the_command_writes_its_section_and_json(tmp_path, monkeypatch):
     text = page.read_text()
     assert "kept" in text and "<!-- begin layouts -->" in text
     assert text.count("| tiny (") == 5 * 2
-
-
-def test_a_section_is_replaced_in_its_place(tmp_path):
-    page = tmp_path / "docs" / "page.md"
-    write_section(page, "a", "one")
-    write_section(page, "b", "two")
-    write_section(page, "a", r"three \1")
-    assert page.read_text() == (
-        "# Benchmarks\n\n<!-- begin a -->\nthree \\1\n<!-- end a -->\n\n"
-        "<!-- begin b -->\ntwo\n<!-- end b -->\n"
-    )

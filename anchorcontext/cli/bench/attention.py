@@ -18,7 +18,7 @@ from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, pl
 def layouts(seed: int, markdown: Path | None) -> Outcome:
     """Compare layouts on named length mixes: modelled step time, balance and travel."""
     from anchorcontext.bench.layouts import LAYOUTS, bench_layouts, layouts_markdown
-    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.markdown import write_section
 
     results = bench_layouts(seed)
     for link in dict.fromkeys(result.link for result in results):
@@ -71,9 +71,9 @@ def modes(
     """Time one layer's attention on this device in every mode, against full attention."""
     import torch
 
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.modes import HEADERS, bench_modes, modes_markdown, table_rows
     from anchorcontext.environment import measured_on
+    from anchorcontext.markdown import write_section
 
     num_heads, num_kv_heads = parse_heads(heads)
     torch.set_num_threads(threads)
@@ -161,10 +161,10 @@ def peers(
     import torch
 
     from anchorcontext.bench import peers_table as table
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.peer_functions import FUNCTIONS
     from anchorcontext.bench.peers import SETTINGS, Workload, bench_peers
     from anchorcontext.environment import measured_on
+    from anchorcontext.markdown import write_section
 
     num_heads, num_kv_heads = parse_heads(heads)
     workload = Workload(

@@ -64,8 +64,8 @@ def kernels(
         kernels_markdown,
         table_rows,
     )
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.environment import measured_on
+    from anchorcontext.markdown import write_section
 
     lengths, modes = lengths or (65536,), modes or MODES
     torch.set_num_threads(threads)
@@ -114,7 +114,6 @@ def numerics(
     """
     import torch
 
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.numerics import (
         HEADERS,
         bench_numerics,
@@ -122,6 +121,7 @@ def numerics(
         table_rows,
     )
     from anchorcontext.environment import measured_on
+    from anchorcontext.markdown import write_section
 
     lengths = lengths or (1024, 4096, 16384, 65536)
     if head_dim < 1:

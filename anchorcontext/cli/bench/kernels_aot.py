@@ -22,8 +22,8 @@ def kernels_aot(head_dims: str, markdown: Path | None) -> Outcome:
     Takes some minutes; what was compiled once comes from Triton's cache.
     """
     from anchorcontext.bench.kernels_aot import bench_kernels_aot, kernels_aot_markdown
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.kernels.aot import HEAD_DIMS
+    from anchorcontext.markdown import write_section
 
     parts = head_dims.split(",")
     if not all(part in map(str, HEAD_DIMS) for part in parts):

@@ -31,8 +31,8 @@ from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, pl
 @markdown_option("docs/data.md")
 def packing(documents: int, window: int, seed: int, markdown: Path | None) -> Outcome:
     """Pack document lengths in every way: seconds of one core, memory, filling, cut documents."""
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.packing import bench_packing, packing_markdown
+    from anchorcontext.markdown import write_section
 
     results = bench_packing(documents, window, seed)
     echo_table(

@@ -33,8 +33,8 @@ from anchorcontext.errors import UserError
 @markdown_option("docs/benchmarks.md")
 def step(config: Config, mix: str, repeats: int, seed: int, markdown: Path | None) -> Outcome:
     """Time a training step on parallel.sp ranks of one thread against one process of as many."""
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.bench.step import bench_step, part_headers, part_rows, step_markdown
+    from anchorcontext.markdown import write_section
 
     if config.parallel.sp < 2:
         raise UserError("parallel.sp = 1: give the ranks to compare, as in parallel.sp=2")
@@ -73,7 +73,7 @@ def memory(
     import sys
 
     from anchorcontext.bench import memory as bench
-    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.markdown import write_section
 
     if sys.platform != "linux":
         raise UserError(f"bench memory on {sys.platform}: it reads /proc/self/status; use Linux")
@@ -131,7 +131,7 @@ def growth(
     import torch
 
     from anchorcontext.bench import growth as bench
-    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.markdown import write_section
 
     num_heads, num_kv_heads = parse_heads(heads)
     machine = _machine()

@@ -32,10 +32,10 @@ def data(
     import os
 
     from anchorcontext.bench.data import HEADERS, bench_data, data_markdown, table_rows
-    from anchorcontext.bench.markdown import write_section
     from anchorcontext.data import load_tokenizer
     from anchorcontext.data.tokenise import usable_cores
     from anchorcontext.environment import measured_on
+    from anchorcontext.markdown import write_section
 
     count = workers or usable_cores()
     loaded = None if tokenizer is None else load_tokenizer(tokenizer)

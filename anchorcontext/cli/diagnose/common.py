@@ -113,7 +113,7 @@ def show(
     """
     from dataclasses import replace
 
-    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.markdown import write_section
     from anchorcontext.precision.sheet import (
         FIGURES,
         copy_figures,

@@ -208,7 +208,7 @@ def _command_line(model: str, preset: str, given: dict[str, Any]) -> str:
 def _write(
     summary: ShiftSummary, figures: Path | None, markdown: Path | None, line: str
 ) -> list[Path]:
-    from anchorcontext.bench.markdown import write_section
+    from anchorcontext.markdown import write_section
     from anchorcontext.precision.figures import draw_figures
     from anchorcontext.precision.page import shift_markdown
 

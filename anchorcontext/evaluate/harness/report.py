@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...bench.markdown import markdown_table
+from ...markdown import markdown_table
 from .catalog import PRESETS, PUBLISHED, RULER, length_label, published_score
 from .require import UNTRAINED
 from .run import Findings

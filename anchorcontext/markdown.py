@@ -1,4 +1,4 @@
-"""Sections of a Markdown page that commands write: each between its own marker comments."""
+"""Markdown that commands write: tables, and sections of a page between marker comments."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 def write_section(path: Path, name: str, text: str) -> None:
-    """Put ``text`` between the markers of section ``name``; made at the page's end if missing."""
+    """Put ``text`` between the markers of section ``name``; made at the page's end if missing.
+
+    A page that is missing is made too, titled by its file's name.
+    """
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     section = f"{begin}\n{text.strip()}\n{end}"
-    page = path.read_text() if path.exists() else "# Benchmarks\n"
+    page = path.read_text() if path.exists() else f"# {path.stem.capitalize()}\n"
     pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
     if pattern.search(page):
         page = pattern.sub(lambda _: section, page)
