@@ -76,7 +76,7 @@ def ruler_rows(
         UserError: ``length`` is too small for the task.
     """
     sentence_splitter(download=sources.download)
-    counter = _BoundedCount(tokenizer, limit=4000 + 100 * samples)
+    counter = _BoundedCount(tokenizer, limit=4000 + 100 * samples + length // 50)
     with _seeded(), quiet():
         rows = _GENERATORS[task.name](task, counter, length, samples, sources)
     if counter.exhausted or not rows or not all(row["outputs"] for row in rows):
