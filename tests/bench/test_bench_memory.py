@@ -52,4 +52,6 @@ def test_a_measured_row_is_what_the_estimate_says(demo, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     (row,) = json.loads(report.read_text())
     assert row["measured"] / row["predicted"] == pytest.approx(1, abs=0.2)
-    assert "| + mlp_chunk_tokens |" in page.read_text()
+    text = page.read_text()
+    assert "| + mlp_chunk_tokens |" in text
+    assert f"anchorcontext bench memory {demo} data.window_tokens=8192 --mix" in text

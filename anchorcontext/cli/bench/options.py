@@ -1,7 +1,8 @@
-"""What benchmarks share: their options."""
+"""What benchmarks share: their options, and how they were called."""
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,12 @@ def markdown_option(page: str) -> Callable[[Callable[..., Any]], Callable[..., A
         metavar="PATH",
         help=f"Write the table into its section of PATH, {page}.",
     )
+
+
+def config_words() -> str:
+    """The config and its overrides, as this command was given them."""
+    given = click.get_current_context().params
+    return shlex.join([str(given["config_path"]), *given["overrides"]])
 
 
 def parse_heads(text: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from anchorcontext.cli.bench.options import markdown_option, parse_heads
+from anchorcontext.cli.bench.options import config_words, markdown_option, parse_heads
 from anchorcontext.cli.common import (
     Outcome,
     config_command,
@@ -48,7 +48,10 @@ def step(config: Config, mix: str, repeats: int, seed: int, markdown: Path | Non
     echo_table(part_rows(report), part_headers(report), title=setting)
     echo(f"{report.sp} ranks over one process: {report.ratio:.3f}, target {report.target:.2f}")
     if markdown is not None and is_main_rank():
-        line = f"anchorcontext bench step CONFIG --mix {mix} --repeats {repeats} --seed {seed}"
+        line = (
+            f"anchorcontext bench step {config_words()} --mix {mix} --repeats {repeats} "
+            f"--seed {seed} --markdown {markdown}"
+        )
         write_section(markdown, "step", step_markdown(report, setting, line))
         echo(f"written to {markdown}")
     return Outcome(report)
@@ -83,7 +86,7 @@ def memory(
     echo_table(bench.memory_rows(rows), bench.HEADERS, title=setting)
     if markdown is not None and is_main_rank():
         line = (
-            f"anchorcontext bench memory CONFIG data.window_tokens={tokens} --mix {mix} "
+            f"anchorcontext bench memory {config_words()} --mix {mix} "
             f"--chunk-tokens {chunk_tokens} --threads {threads} --markdown {markdown}"
         )
         write_section(markdown, "memory", bench.memory_markdown(rows, setting, line))
