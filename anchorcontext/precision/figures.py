@@ -67,7 +67,7 @@ def draw_by_shift(summary: ShiftSummary) -> Figure | None:
         axes.set_xlabel(f"shift compared with {summary.settings.reference}")
     axes = figure.axes[0]
     axes.set_ylabel(f"sum over layers and heads, {summary.settings.tokens:,} tokens")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center right")
     return figure
 
 
@@ -119,7 +119,8 @@ def draw_by_length(summary: ShiftSummary) -> Figure | None:
     compared = f"shifts {summary.settings.length_shift} and {summary.settings.reference}"
     _finish(axes, f"D, entry form, weighted; {compared}")
     _finish(plain, "the same without weights")
-    share.set(title="first key column's share of D, weighted", ylim=(0, None))
+    share.set_title("first key column's share of D, weighted", fontsize=10)
+    share.set_ylim(bottom=0)
     share.grid(alpha=0.3)
     share.yaxis.set_major_formatter("{x:.0%}")
     for panel in (axes, plain, share):

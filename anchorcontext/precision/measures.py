@@ -65,6 +65,11 @@ class Deviation:
         """Eq. 4: the sum over layers and heads."""
         return float(self.heads[FORMS.index(form), WEIGHTS.index(weights)].sum())
 
+    def moved(self) -> float:
+        """Probability that a row moves, mean over rows, layers and heads: half the entry form."""
+        rows = self.heads[0, 0].size * self.num_tokens
+        return self.total("entry", "unweighted") / 2 / rows
+
     def first_share(self, form: str = "entry", weights: str = "weighted") -> float:
         """The part of :meth:`total` that lies on the first key column; 0 where nothing differs."""
         total = self.total(form, weights)

@@ -29,10 +29,13 @@ def shift_markdown(
             _by_axis("tokens", by_length, "entry", "weighted"),
             "**The same without weights, divided by the layers.**",
             _by_axis("tokens", by_length, "entry", "unweighted"),
+            "**Probability that moves to other keys**, of a row's 1, mean over rows, layers and "
+            "heads: half of the last table over heads and tokens.",
+            _moved(by_length),
             "**The first key column**, by length: its share of D in the entry form with and "
             "without weights, its share in the column form, the mean probability on it, and the "
             "mean absolute logit error (eq. 5) on it and on the other columns.",
-            _first_column(by_length),
+            _first_column([c for c in by_length if c.setting in settings.settings]),
         ]
     if by_shift:
         parts += [
@@ -72,6 +75,15 @@ def _by_axis(axis: str, curves: Sequence[Curve], form: str, weights: str) -> str
         for at in sorted({at for at, _ in values})
     ]
     return markdown_table((axis, *names), rows)
+
+
+def _moved(curves: Sequence[Curve]) -> str:
+    axis = sorted({at for curve in curves for at in curve.axis})
+    rows = [
+        (f"{at:,}", *(f"{c.mean(at).moved():.2g}" if at in c.of else "" for c in curves))
+        for at in axis
+    ]
+    return markdown_table(("tokens", *(str(curve.setting) for curve in curves)), rows)
 
 
 def _first_column(curves: Sequence[Curve]) -> str:

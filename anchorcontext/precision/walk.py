@@ -141,12 +141,11 @@ def walk(
     """
     decoder = _prepare(model, input_ids.numel())
     states = list(workers.map(lambda v: _embed(decoder, input_ids, v), variants))
-    hidden = [state[0] for state in states]
+    hidden = [state[0] for state in (states[:1] * len(states) if same_input else states)]
     for index, layer in enumerate(decoder.layers):
-        inputs = [hidden[0]] * len(variants) if same_input else hidden
         tasks = [
             (layer, x, rope, variant.position_ids)
-            for x, (_, rope), variant in zip(inputs, states, variants, strict=True)
+            for x, (_, rope), variant in zip(hidden, states, variants, strict=True)
         ]
         done = list(workers.map(_run_layer, tasks))
         hidden = [done[0][0] if same_input else out for out, _ in done]

@@ -79,6 +79,8 @@ def test_equation_4_on_matrices_made_by_hand(workers: Workers) -> None:
     for (form, weights), value in wanted.items():
         assert found.total(form, weights) == pytest.approx(value, abs=1e-14), (form, weights)
     assert found.first_share("entry", "unweighted") == pytest.approx(0.35 / 0.7)
+    # The first row moves nothing, the second 0.25, the third 0.1.
+    assert found.moved() == pytest.approx(0.35 / 3)
     np.testing.assert_allclose(found.columns[2], [0.35 / 3, 0.25 / 2, 0.1])
     np.testing.assert_allclose(found.mass, [1.7 / 3, 0.8 / 2, 0.5])
 
