@@ -68,7 +68,7 @@ class Mode:
         return self.anchor or self.hidden_anchor
 
     def __str__(self) -> str:
-        """The name and what is varied: ``anchor (hidden anchor, clamp_first)``."""
+        """The name and what is varied: ``anchor (hidden anchor, first tokens at 0)``."""
         varied = []
         if self.hidden_anchor:
             varied.append("hidden anchor")

@@ -168,8 +168,8 @@ def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | No
     from anchorcontext.estimate.shape import configured_sizes
     from anchorcontext.train.costs import (
         GRADIENT_SIZE,
+        attention_element_size,
         cost_model,
-        element_size_of,
         passes_of,
     )
     from anchorcontext.watch.inspection import ModelTraffic
@@ -185,7 +185,7 @@ def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | No
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        element_size=element_size_of(config),
+        element_size=attention_element_size(config),
         gradient_size=GRADIENT_SIZE,
         forwards=passes.attention,
         swaps=passes.swaps,

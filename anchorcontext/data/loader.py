@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from ..errors import UserError
-from ..modes import Mode, get_mode
 from ..window import Window
 from .draws import splitmix64
 from .prefetch import Prefetch
@@ -52,24 +51,20 @@ class Loader:
 
     Args:
         dataset: the prepared windows.
-        mode, boundary: as of :class:`~anchorcontext.window.Window`.
-        anchor_token, anchor_copies: as of :class:`~anchorcontext.data.view.View`.
+        view: what makes a window of a prepared one.
         dp_rank, dp_size: the place in the data-parallel dimension of the mesh.
         micro_batch_windows: windows of one rank in one round.
         seed, shuffle: decide the order; ``shuffle=False`` is the order of packing, every epoch.
 
     Raises:
-        UserError: the dataset is empty, or has no anchor and ``mode`` needs one.
+        UserError: the dataset is empty, or has no anchor and the view's mode needs one.
     """
 
     def __init__(
         self,
         dataset: WindowDataset,
         *,
-        mode: str | Mode = "anchor",
-        boundary: str = "mask",
-        anchor_token: int | None = None,
-        anchor_copies: bool = False,
+        view: View | None = None,
         dp_rank: int = 0,
         dp_size: int = 1,
         micro_batch_windows: int = 1,
@@ -82,7 +77,7 @@ class Loader:
             raise UserError(f"micro_batch_windows = {micro_batch_windows}: at least 1")
         if len(dataset) == 0:
             raise UserError(f"data.path = {str(dataset.path)!r} holds no windows")
-        self.view = View(get_mode(mode), boundary, anchor_token, anchor_copies)
+        self.view = view or View()
         if self.view.mode.has_anchor and dataset.anchor_id is None:
             raise UserError(
                 f"attention.mode = {self.view.mode.name!r} needs windows with an anchor, and "

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..config.deepspeed import optimizer_device
-from ..train.costs import checkpointed_layers, element_size_of
+from ..train.costs import attention_element_size, checkpointed_layers
 from ..watch.sizes import ModelSizes
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def activation_memory(
         step_rows: most foreign key rows of one step.
         ulysses: ranks that swap heads.
     """
-    e, a = _element_size(config), element_size_of(config)
+    e, a = _weight_element_size(config), attention_element_size(config)
     h, i, width = sizes.hidden_size, sizes.intermediate_size, sizes.head_dim
     layer = layer_activation_bytes(sizes, e, ulysses, attention_size=a) * tokens
     freed = tokens * (4 * e * i + FP32 * h + 2 * e * h)
@@ -250,8 +250,8 @@ def _kept_activations(
     """
     model, num_layers = config.model, sizes.num_layers
     checkpointed = checkpointed_layers(config, num_layers)
-    hidden = tokens * sizes.hidden_size * _element_size(config)
-    attention = tokens * sizes.num_heads * (element_size_of(config) * sizes.head_dim + FP32)
+    hidden = tokens * sizes.hidden_size * _weight_element_size(config)
+    attention = tokens * sizes.num_heads * (attention_element_size(config) * sizes.head_dim + FP32)
     kept = hidden + (attention if model.keep_attention else 0)
     if offload:
         kept, again = 0, layer + hidden  # its input comes back
@@ -264,7 +264,7 @@ def _kept_activations(
     return stored, max(0, again - behind * layer)
 
 
-def _element_size(config: Config) -> int:
+def _weight_element_size(config: Config) -> int:
     """Bytes of an element of weights and hidden states."""
     return 2 if config.model.dtype == "bf16" else FP32
 

@@ -27,7 +27,7 @@ from ..hardware import Hardware
 from ..plan import BatchPlan
 from ..plan.tiling import tile_counts
 from ..plan.traffic import piece_loads
-from ..train.costs import cost_model, element_size_of, passes_of
+from ..train.costs import attention_element_size, cost_model, passes_of
 from ..watch.sizes import ModelSizes
 from .links import RowTraffic, across_nodes, layer_bytes, row_traffic
 from .memory import FP32, REDUCE_BUCKET, StateMemory, zero_options
@@ -91,7 +91,7 @@ def plan_micro_batch(
 ) -> MicroBatch:
     """What one micro-batch costs every rank of its SP group."""
     cost, passes = cost_model(config, sizes, hardware), passes_of(config, sizes)
-    element = element_size_of(config)
+    element = attention_element_size(config)
     rows = row_traffic(plan)
     sent = layer_bytes(
         plan, rows, sizes, element, passes.attention, backwards=passes.layers, swaps=passes.swaps

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import numpy as np
 
-RUN_COLUMNS = ("start", "stop", "rank")
-
 
 def join_runs(runs: np.ndarray) -> np.ndarray:
     """Join neighbouring runs of one rank that touch."""

@@ -50,7 +50,7 @@ def cost_model(config: Config, sizes: ModelSizes, hardware: Hardware | None = No
         forwards=passes.linear / sizes.num_layers,
         attention_forwards=passes.attention / sizes.num_layers,
         swaps=passes.swaps / sizes.num_layers,
-        element_size=element_size_of(config),
+        element_size=attention_element_size(config),
         gradient_size=GRADIENT_SIZE,
         flops_per_second=hardware.flops(dtype),
         attention_flops_per_second=hardware.attention_flops(attends_in),
@@ -114,7 +114,7 @@ def predicted_bytes(plan: Plan, config: Config, sizes: ModelSizes) -> int:
         num_heads=sizes.num_heads,
         num_kv_heads=sizes.num_kv_heads,
         head_dim=sizes.head_dim,
-        element_size=element_size_of(config),
+        element_size=attention_element_size(config),
         gradient_size=GRADIENT_SIZE,
         forwards=passes.attention,
         backwards=passes.layers,
@@ -122,7 +122,7 @@ def predicted_bytes(plan: Plan, config: Config, sizes: ModelSizes) -> int:
     )
 
 
-def element_size_of(config: Config) -> int:
+def attention_element_size(config: Config) -> int:
     """Bytes of an element of queries, keys and values, in attention and on the way there."""
     if config.attention.precision.attends_in_fp32:
         return 4

@@ -174,7 +174,7 @@ def build_loader(config: Config, dataset: WindowDataset, mesh: Mesh) -> Loader:
     Raises:
         UserError: the config asks for an anchor that the windows do not have.
     """
-    view, section = configured_view(config, dataset), config.train
+    section = config.train
     if mesh.rank == 0 and len(dataset) < section.windows_per_step:
         logger.warning(
             "%s holds %d windows, train.windows_per_step is %d: a step trains on some of them more "
@@ -183,10 +183,7 @@ def build_loader(config: Config, dataset: WindowDataset, mesh: Mesh) -> Loader:
         )
     return Loader(
         dataset,
-        mode=view.mode,
-        boundary=view.boundary,
-        anchor_token=view.anchor_token,
-        anchor_copies=view.anchor_copies,
+        view=configured_view(config, dataset),
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp,
         micro_batch_windows=section.micro_batch_windows,

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-from anchorcontext.data.loader import Loader, epoch_order
+from anchorcontext.data import Loader, View, epoch_order
 from anchorcontext.errors import UserError
+from anchorcontext.modes import get_mode
 
 NUM_WINDOWS = 8
 
@@ -101,8 +102,8 @@ def test_micro_batches_wider_than_the_dataset_roll_over(numbered):
 
 
 def test_mode_and_boundary_reach_the_windows(dataset):
-    loader = Loader(dataset, mode="intra_doc_reset", boundary="train", shuffle=False)
-    (window,) = next(loader)
+    view = View(get_mode("intra_doc_reset"), boundary="train")
+    (window,) = next(Loader(dataset, view=view, shuffle=False))
     assert window.mode.name == "intra_doc_reset"
     assert window.position_ids.tolist() == [0, 0, 1, 2, 3]
     assert window.labels.tolist() == [0, 0, 0, 0, -100]
@@ -125,7 +126,6 @@ def test_a_position_of_other_windows_or_another_order_is_refused(dataset, number
     [
         ({"dp_rank": 2, "dp_size": 2}, "dp_rank = 2"),
         ({"micro_batch_windows": 0}, "micro_batch_windows = 0"),
-        ({"mode": "anchors"}, "did you mean 'anchor'"),
     ],
 )
 def test_impossible_arrangements_are_refused(dataset, options, message):

@@ -239,7 +239,7 @@ def test_windows_without_an_anchor(config):
     assert all(len(record.input_ids) == 64 for record in list(dataset)[:-1])
     assert dataset[0].documents[0] == 0
     with pytest.raises(UserError, match="mode = 'anchor' needs windows with an anchor"):
-        Loader(dataset, mode="anchor")
+        Loader(dataset)
 
 
 def test_the_same_request_is_reused_and_another_one_refused(config, corpus, tmp_path):

@@ -98,13 +98,12 @@ def test_copies_carry_the_other_token():
 def test_a_loader_hands_out_the_windows_of_the_view(tmp_path):
     dataset = make_dataset(tmp_path / "w", [SHARED])
     view = configured_view(anchored(token=9, position=3), dataset)
-    loader = Loader(dataset, mode=view.mode, anchor_token=view.anchor_token)
-    (window,) = next(loader)
+    (window,) = next(Loader(dataset, view=view))
     assert (window.input_ids[0], window.position_ids[0]) == (9, 3)
-    hidden = with_controls("anchor", anchor_visible=False)
+    hidden = View(with_controls("anchor", anchor_visible=False))
     without = make_dataset(tmp_path / "none", [SHARED], anchor_id=None)
     with pytest.raises(UserError, match="needs windows with an anchor"):
-        Loader(without, mode=hidden)
+        Loader(without, view=hidden)
 
 
 def test_the_token_is_one_of_the_windows_tokenizer(tmp_path):
