@@ -54,7 +54,7 @@ def cause(spot: dict[str, float], tokens: int) -> str:
 
 
 _CAUSES = {
-    "no more than others": "it holds no more than other columns",
+    "no more than others": f"it holds less than {STANDS_OUT:g} equal shares",
     "sink mass": "sink mass: its probability is large, its logit error is not",
     "larger logit error": "a larger logit error: its probability is not large",
     "both": "both: its probability is large, and so is its logit error",
@@ -63,7 +63,8 @@ _CAUSES = {
 
 
 def first_token_readings(results: Sequence[ArmResult]) -> list[str]:
-    """What the arms say, setting by setting."""
+    """What the arms say, setting by setting; where the first column does not stand out, what moves
+    it is not asked."""
     readings = []
     for setting in dict.fromkeys(r.setting for r in results):
         arms = {r.arm: r for r in results if r.setting == setting}
@@ -72,7 +73,9 @@ def first_token_readings(results: Sequence[ArmResult]) -> list[str]:
         readings.append(_plain(setting, arms[PLAIN]))
         if EXCLUDED in arms:
             readings.append(_excluded(setting, arms[PLAIN], arms[EXCLUDED]))
-        readings += _others(setting, arms)
+        plain = arms[PLAIN]
+        if cause(plain.spot(), int(plain.values["tokens"])) != "no more than others":
+            readings += _others(setting, arms)
     readings += _clamped(results)
     return readings
 

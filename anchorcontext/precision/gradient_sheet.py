@@ -87,12 +87,28 @@ def _controls(arms: dict[str, GradientResult]) -> list[str]:
     listed = ", ".join(f"{arm[5:]} {value:.2%}" for arm, value in found.items())
     best = min(found, key=lambda arm: found[arm])
     gain = 1 - found[best] / plain if plain else 0.0
-    verdict = (
-        f"{best[5:]} comes nearest, {gain:.0%} nearer"
-        if gain >= HELPS
-        else f"none comes {HELPS:.0%} nearer: bf16's gradient is not lost there"
-    )
+    chance = _chance(arms)
+    if gain >= max(HELPS, chance):
+        verdict = f"{best[5:]} comes nearest, {gain:.0%} nearer"
+    elif gain >= HELPS:
+        verdict = (
+            f"{best[5:]} comes nearest, {gain:.0%} nearer, but a shift alone, which should change "
+            f"nothing, changes such distances by up to {chance:.0%}: no control is told from chance"
+        )
+    else:
+        verdict = f"none comes {HELPS:.0%} nearer: bf16's gradient is not lost there"
     return [f"With controls in fp32 that distance is {listed} (none: {plain:.2%}): {verdict}."]
+
+
+def _chance(arms: dict[str, GradientResult]) -> float:
+    """How much the distance to fp32 of one arm changes with positions shifted, the largest ratio
+    over all bf16 arms."""
+    found = [0.0]
+    for arm, result in arms.items():
+        base = arms.get(GradientArm.parse(arm).base)
+        if arm.startswith("bf16") and base is not None and base is not result and distance(base):
+            found.append(abs(distance(result) / distance(base) - 1))
+    return max(found)
 
 
 def _weights(arms: dict[str, GradientResult]) -> list[str]:

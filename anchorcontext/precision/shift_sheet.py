@@ -112,7 +112,7 @@ def _first(curves: Sequence[Curve]) -> list[str]:
         error = mean.logits[2, 0] / others if others else float("inf")
         due = STANDS_OUT / mean.num_tokens
         if share < due:
-            cause = "no more than other columns"
+            cause = f"less than {STANDS_OUT:g} equal shares"
         else:
             large = [
                 *(["its probability is large"] if mass >= due else []),

@@ -199,7 +199,8 @@ def test_readings_flip_with_the_numbers() -> None:
     assert "Sink mass" in reading(result("plain"))
     assert "A larger logit error" in reading(result("plain", mass=0.001, score_ratio=2.0))
     assert "Both" in reading(result("plain", score_ratio=2.0))
-    assert "no more than other columns" in reading(result("plain", share=0.001))
+    flat = reading(result("plain", share=0.001), result("token:eos", share=0.31))
+    assert "less than 3 equal shares" in flat and "another first token" not in flat
     same = reading(result("plain"), result("token:eos", share=0.31))
     other = reading(result("plain"), result("token:eos", share=0.1))
     assert "the place that counts" in same and "the token counts" in other

@@ -176,6 +176,8 @@ def test_readings_flip_with_the_numbers() -> None:
     plain = result("bf16", 0.04)
     helped = reading(plain, result("bf16+rotation", 0.03), result("bf16+qk", 0.02))
     assert "qk comes nearest, 50% nearer" in helped
+    lucky = reading(plain, result("bf16@16", 0.02, 0.03), result("bf16+qk", 0.03))
+    assert "changes such distances by up to 50%: no control is told from chance" in lucky
     assert "none comes 5% nearer" in reading(plain, result("bf16+rotation", 0.039))
     assert "bf16 arithmetic does more" in reading(plain, result("fp32+weights", 0.01))
     assert "rounding the weights to bf16 does more" in reading(plain, result("fp32+weights", 0.2))
