@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ..parity.oracle import expected_mask, expected_positions
 from ..window import Window
-from .oracle import dense_mask, dense_positions
 
 TINY = {
     "vocab_size": 128,
@@ -87,20 +87,17 @@ def stock_logits(model: PreTrainedModel, window: Window) -> torch.Tensor:
     """Logits (1, L, V) of stock transformers on the whole window, with an explicit 4-D mask.
 
     ``model``: with stock attention (``"eager"`` is selected here). Mask and positions come from the
-    table of modes written out in :mod:`anchorcontext.testing.oracle`, not from ``modes.py``.
+    table of modes written out in :mod:`anchorcontext.parity.oracle`, not from ``modes.py``.
     Differentiable; quadratic in L.
     """
     model.set_attn_implementation("eager")
-    documents = window.doc_ids.tolist()
     device, dtype = model.device, model.dtype
-    copies = None if window.anchor_copies is None else window.anchor_copies.tolist()
-    positions = dense_positions(documents, window.mode.name, copies)
-    seen = dense_mask(documents, window.mode.name).to(device)
+    seen = torch.from_numpy(expected_mask(window)).to(device)
     bias = torch.zeros(seen.shape, dtype=dtype, device=device)
     bias = bias.masked_fill(~seen, torch.finfo(dtype).min)[None, None]
     output = model(
         input_ids=torch.tensor(window.input_ids, device=device)[None],
-        position_ids=torch.tensor([positions], device=device),
+        position_ids=torch.from_numpy(expected_positions(window)).to(device)[None],
         attention_mask=bias,
         use_cache=False,
     )

@@ -1,4 +1,4 @@
-"""A dense oracle for attention: the definition, sharing no code with what it judges."""
+"""Dense attention and its mask: the definition, sharing no code with what it judges."""
 
 from __future__ import annotations
 
@@ -25,29 +25,6 @@ def dense_mask(documents: Sequence[int], mode: str) -> torch.Tensor:
             else:
                 raise AssertionError(mode)
     return mask
-
-
-def dense_positions(
-    documents: Sequence[int], mode: str, copies: Sequence[bool] | None = None
-) -> list[int]:
-    """(L,) the position of each token, straight from the table of modes.
-
-    ``copies``: (L,) which tokens are copies of the anchor.
-    """
-    if mode == "intra_doc" and copies is not None:
-        positions, following = [], int(copies[0])
-        for copied in copies:
-            positions.append(0 if copied else following)
-            following += not copied
-        return positions
-    if mode != "intra_doc_reset":
-        return list(range(len(documents)))
-    seen: dict[int, int] = {}
-    positions = []
-    for document in documents:
-        positions.append(seen.get(document, 0))
-        seen[document] = seen.get(document, 0) + 1
-    return positions
 
 
 def dense_attention(

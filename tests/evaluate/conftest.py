@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from anchorcontext.config import parse_config
 from anchorcontext.data import WindowRecord, build_folder
 from anchorcontext.data.store import VALIDATION
 from anchorcontext.data.tokenizer import train_tokenizer
 from anchorcontext.evaluate.needles import NAMES, NEEDLE, QUESTION
+from anchorcontext.testing.configs import tiny_run
 
 VOCAB, LENGTH = 128, 64
 DOCUMENTS = {4: 90, 5: 30, 6: 71, 7: 40, 8: 20}
@@ -79,28 +79,7 @@ def tiny(prepared, tmp_path):
     """Make a config of a tiny LLaMA; sections given as keywords are merged into the defaults."""
 
     def make(**sections):
-        values = {
-            "run": {"name": "tiny", "output_dir": str(tmp_path / "runs")},
-            "model": {
-                "dtype": "fp32",
-                "gradient_checkpointing": False,
-                "scratch": {
-                    "model_type": "llama",
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                },
-            },
-            "data": {"path": str(prepared), "tokenizer": "none", "window_tokens": LENGTH},
-            "optimizer": {"lr": 1e-2},
-            "train": {"steps": 4, "windows_per_step": 2},
-            "parity": {"at_start": False, "at_end": False},
-            "watch": {"progress": False},
-        }
-        for name, section in sections.items():
-            values[name] = {**values.get(name, {}), **section}
-        return parse_config(values)
+        train = {"windows_per_step": 2, **sections.pop("train", {})}
+        return tiny_run(prepared, LENGTH, tmp_path / "runs", train=train, **sections)
 
     return make

@@ -26,8 +26,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from anchorcontext.config import Config, parse_config
+from anchorcontext.config import Config
 from anchorcontext.data import WindowRecord, build_folder
+from anchorcontext.testing.configs import tiny_run
 from anchorcontext.testing.distributed import PRELOAD, free_port
 from anchorcontext.train.checkpoint_files import damage, find_checkpoints
 from anchorcontext.train.consolidate import load_consolidated_state_dict
@@ -79,30 +80,16 @@ def draw(kind: str, chance: random.Random, ranks: int) -> Fault:
 
 def run_config(folder: Path, name: str, total: int, background: bool = False) -> Config:
     """A tiny LLaMA on two ranks that share each window, ZeRO-2, a schedule that knows its end."""
-    return parse_config(
-        {
-            "run": {"name": name, "output_dir": str(folder / "runs")},
-            "model": {
-                "dtype": "fp32",
-                "gradient_checkpointing": False,
-                "scratch": {
-                    "model_type": "llama",
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                },
-            },
-            "data": {"path": str(folder / "windows"), "tokenizer": "none", "window_tokens": 24},
-            "optimizer": {"lr": 1e-3},
-            "schedule": {"type": "cosine", "warmup_steps": 2},
-            "parallel": {"sp": 2},
-            "train": {"steps": total, "windows_per_step": 2, "zero_stage": 2},
-            "checkpoint": {"every": 2, "keep": 3, "background": background},
-            "parity": {"at_start": False, "at_end": False},
-            "watch": {"progress": False},
-        }
+    return tiny_run(
+        folder / "windows",
+        24,
+        folder / "runs",
+        run={"name": name},
+        optimizer={"lr": 1e-3},
+        schedule={"type": "cosine", "warmup_steps": 2},
+        parallel={"sp": 2},
+        train={"steps": total, "windows_per_step": 2, "zero_stage": 2},
+        checkpoint={"every": 2, "keep": 3, "background": background},
     )
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from anchorcontext.config import parse_config
 from anchorcontext.data import WindowRecord, build_folder
+from anchorcontext.testing.configs import tiny_run
 
 VOCAB = 128
 
@@ -36,28 +36,6 @@ def tiny(prepared, tmp_path):
     """Make a config of a tiny LLaMA; sections given as keywords are merged into the defaults."""
 
     def make(**sections):
-        values = {
-            "run": {"name": "tiny", "output_dir": str(tmp_path / "runs")},
-            "model": {
-                "dtype": "fp32",
-                "gradient_checkpointing": False,
-                "scratch": {
-                    "model_type": "llama",
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                },
-            },
-            "data": {"path": str(prepared), "tokenizer": "none", "window_tokens": 24},
-            "optimizer": {"lr": 1e-2},
-            "train": {"steps": 4, "windows_per_step": 4},
-            "parity": {"at_start": False, "at_end": False},
-            "watch": {"progress": False},
-        }
-        for name, section in sections.items():
-            values[name] = {**values.get(name, {}), **section}
-        return parse_config(values)
+        return tiny_run(prepared, 24, tmp_path / "runs", **sections)
 
     return make

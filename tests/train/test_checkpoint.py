@@ -9,6 +9,7 @@ import transformers
 from anchorcontext.config import save_config
 from anchorcontext.errors import UserError
 from anchorcontext.testing import run_distributed
+from anchorcontext.testing.configs import TINY_SCRATCH
 from anchorcontext.train.checkpoint_files import (
     WorldLayout,
     find_checkpoints,
@@ -41,15 +42,7 @@ def test_every_zero_stage_gives_whole_weights(tiny):
             run={"name": f"{stage}-{dtype}-{tied}"},
             model={
                 "dtype": dtype,
-                "scratch": {
-                    "model_type": "llama",
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "tie_word_embeddings": tied,
-                },
+                "scratch": {**TINY_SCRATCH, "tie_word_embeddings": tied},
             },
             parallel={"sp": 2},
             train={"zero_stage": stage},
