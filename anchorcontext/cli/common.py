@@ -43,6 +43,7 @@ from typing import Any
 import click
 
 from anchorcontext.errors import UserError, writing
+from anchorcontext.files import written_whole
 
 USER_ERROR_STATUS = 2
 # A launcher kills all ranks as soon as one has ended, so the silent ranks let rank 0 speak first.
@@ -160,11 +161,10 @@ def echo_table(
 
 
 def write_json(path: Path, report: Any) -> None:
-    """Write ``report`` as JSON, beside and then renamed, so that no reader sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    beside.write_text(json.dumps(to_jsonable(report), indent=2, allow_nan=False) + "\n")
-    beside.replace(path)
+    """Write ``report`` as JSON; no reader sees half of it."""
+    text = json.dumps(to_jsonable(report), indent=2, allow_nan=False)
+    with written_whole(path) as beside:
+        beside.write_text(text + "\n")
 
 
 def to_jsonable(value: Any) -> Any:

@@ -18,6 +18,7 @@ from anchorcontext.config.messages import describe_errors, unknown_keys
 from anchorcontext.config.schema import Config
 from anchorcontext.config.yaml_io import Marks, Path_, parse_value, read_mapping, to_yaml
 from anchorcontext.errors import UserError
+from anchorcontext.files import written_whole
 
 OVERRIDE_MARK = "override"
 
@@ -65,11 +66,8 @@ def parse_config(
 
 def save_config(config: Config, path: str | Path) -> None:
     """Write every key, defaults included, so that ``load_config(path)`` gives an equal config."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(resolved_yaml(config), encoding="utf-8")
-    beside.replace(path)
+    with written_whole(Path(path)) as beside:
+        beside.write_text(resolved_yaml(config), encoding="utf-8")
 
 
 def resolved_yaml(config: Config) -> str:

@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ..files import written_whole
+
 _STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --text: #1c1f23; --soft: #667; --line: #dde;
   --c0: #0072b2; --c1: #d98200; --c2: #009e73; --c3: #b5669a; --c4: #8a8f98; --c5: #d1350f; }
@@ -49,16 +51,13 @@ def page(title: str, body: Iterable[str]) -> str:
 
 
 def write_page(text: str, path: str | Path) -> None:
-    """Write a page beside ``path`` and then rename it.
+    """Write a page; who reloads it meanwhile sees the old one.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(path.name + ".part")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    with written_whole(Path(path)) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def tiles(rows: Iterable[tuple[str, str]]) -> str:

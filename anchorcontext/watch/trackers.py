@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from ..files import written_whole
 from .metrics import StepRecord
 from .redact import redact
 
@@ -115,9 +116,8 @@ class WandbSink:
         self._run.finish()
 
     def _save_state(self) -> None:
-        beside = self._state_path.with_suffix(".partial")
-        beside.write_text(json.dumps(self._state))
-        os.replace(beside, self._state_path)
+        with written_whole(self._state_path) as beside:
+            beside.write_text(json.dumps(self._state))
 
 
 class TensorBoardSink:
