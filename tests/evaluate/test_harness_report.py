@@ -61,15 +61,21 @@ def test_a_length_that_lacks_a_task_has_no_mean():
 
 
 def test_the_papers_rows_stand_below_ours_and_are_marked():
-    findings = Findings([unit(), unit(length=4000), unit(length=1000)], {"mmlu": "no data"})
-    report = summarize(findings)
+    tasks = PRESETS["ruler-11"]
+    units = [unit(task, length) for task in tasks for length in (1000, 4000, 4096)]
+    report = summarize(Findings(units, {"mmlu": "no data"}))
     headers, rows = score_rows(report)
     assert headers == ["RULER", "1,000", "4,000", "4K"]
     assert rows[0] == ["NIAH-Single-1", "50.00", "50.00", "50.00"]
-    assert ["paper: anchor", "–", "90.60", "90.60"] in rows
+    assert rows[11][0] == "mean, ruler-11"
+    assert ["paper: anchor", "–", "90.60", "90.60"] in rows[12:]
     text = markdown(report)
     assert "not measured here" in text.replace("\n", " ")
     assert "Not run: mmlu: no data." in text
+
+
+def test_the_papers_rows_are_left_out_where_other_tasks_were_measured():
+    assert "paper" not in markdown(summarize(Findings([unit(), unit("ruler_vt")])))
 
 
 def test_texts_that_are_not_the_published_ones_are_named():
