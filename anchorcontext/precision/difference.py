@@ -21,8 +21,9 @@ fp64.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
@@ -54,12 +55,16 @@ class LayerDifferences:
 
 @dataclass(frozen=True)
 class _Task:
-    """Rows ``first`` to ``last`` of one head, which belong to part ``part`` of the lengths."""
+    """Rows ``first`` to ``last`` of one head, which belong to part ``part`` of the lengths.
+
+    ``keys``: the head's widened keys, of the reference and of every other variant.
+    """
 
     head: int
     part: int
     first: int
     last: int
+    keys: list[torch.Tensor]
 
 
 def attention_differences(
@@ -72,8 +77,8 @@ def attention_differences(
 ) -> LayerDifferences:
     """The sums above of one layer, every variant of ``others`` against ``reference``.
 
-    Memory: four buffers of a block a worker, and the sums. The result does not depend on the
-    number of workers.
+    Memory: four buffers of a block a worker, one head's widened keys, and the sums. The result does
+    not depend on the number of workers.
 
     Args:
         reference, others: from :func:`~.walk.walk`, equal in shape.
@@ -86,9 +91,8 @@ def attention_differences(
     assert list(cuts) == sorted(set(cuts)) and cuts[0] > 0 and cuts[-1] <= num_tokens
     sums = torch.zeros(len(cuts), len(others), len(SUMS), num_heads, cuts[-1], dtype=torch.float64)
     mass = torch.zeros(len(cuts), num_heads, cuts[-1], dtype=torch.float64)
-    tasks = _tasks(num_heads, cuts)
     columns = _Columns(reference, others, scores)
-    for task, (part, part_mass) in zip(tasks, workers.map(columns, tasks), strict=True):
+    for task, part, part_mass in workers.map(columns, _tasks(reference, others, cuts)):
         sums[task.part, :, :, task.head, : task.last] += part
         mass[task.part, task.head, : task.last] += part_mass
     return LayerDifferences(cuts, sums.cumsum(0), mass.cumsum(0))
@@ -101,24 +105,30 @@ def attention_rows(
 
     Scores of keys after the query are -inf.
     """
-    head_scores = _HeadScores(attention, head, last, scores)
+    keys = _widened_keys(attention, attention.key_head(head), last)
+    head_scores = _HeadScores(attention, head, slice(first, last), keys, scores)
     s, p = head_scores.empty(last - first, last), head_scores.empty(last - first, last)
     head_scores.rows(first, s, p, _later_keys(last - first, s.device))
     return s, p
 
 
 class _HeadScores:
-    """Queries and keys of one head of one variant, widened, ready for blocks of rows."""
+    """Some queries and the keys of one head of one variant, widened, ready for blocks of rows."""
 
-    def __init__(self, attention: LayerAttention, head: int, last: int, scores: Scores) -> None:
-        query = attention.query[head, :last]
+    def __init__(
+        self,
+        attention: LayerAttention,
+        head: int,
+        rows: slice,
+        keys: torch.Tensor,
+        scores: Scores,
+    ) -> None:
+        query = attention.query[head, rows]
         self.model_dtype = query.dtype
         self.dtype = torch.promote_types(query.dtype, torch.float32)
         self.rounds = scores == "model" and query.dtype != self.dtype
         self.scaling = attention.scaling
-        self.query = query.to(self.dtype)
-        # Transposed once: the product of a block of rows then reads it in order.
-        self.keys = attention.key[attention.key_head(head), :last].to(self.dtype).t().contiguous()
+        self.first, self.query, self.keys = rows.start, query.to(self.dtype), keys
 
     def empty(self, *shape: int) -> torch.Tensor:
         return self.query.new_empty(shape)
@@ -132,7 +142,7 @@ class _HeadScores:
             p.copy_(own[1])
             return
         num_rows, last = s.shape
-        query, keys = self.query[first:last], self.keys[:, :last]
+        query, keys = self.query[first - self.first :][:num_rows], self.keys[:, :last]
         if self.rounds:
             torch.mm(query, keys, out=s)
             s.copy_(s.to(self.model_dtype).mul_(self.scaling))
@@ -152,11 +162,12 @@ class _Columns:
     ) -> None:
         self.reference, self.others, self.scores = reference, others, scores
 
-    def __call__(self, task: _Task) -> tuple[torch.Tensor, torch.Tensor]:
-        """(variants, 4, last) and (last,), fp64 on the CPU."""
+    def __call__(self, task: _Task) -> tuple[_Task, torch.Tensor, torch.Tensor]:
+        """The task; (variants, 4, last) and (last,), fp64 on the CPU."""
+        rows = slice(task.first, task.last)
         reference, *others = (
-            _HeadScores(attention, task.head, task.last, self.scores)
-            for attention in (self.reference, *self.others)
+            _HeadScores(attention, task.head, rows, keys, self.scores)
+            for attention, keys in zip((self.reference, *self.others), task.keys, strict=True)
         )
         device = reference.query.device
         limit = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"])
@@ -188,7 +199,7 @@ class _Columns:
                 for difference, signed, entry in ((p.sub_(p0), 0, 1), (s, 2, 3)):
                     add(sums[number, signed], difference)
                     add(sums[number, entry], difference.abs_())
-        return sums[:, :, 0].double().cpu(), mass[0].double().cpu()
+        return task, sums[:, :, 0].double().cpu(), mass[0].double().cpu()
 
 
 def _later_keys(num_rows: int, device: torch.device) -> torch.Tensor:
@@ -196,11 +207,22 @@ def _later_keys(num_rows: int, device: torch.device) -> torch.Tensor:
     return torch.ones(num_rows, num_rows, dtype=torch.bool, device=device).triu(1)
 
 
-def _tasks(num_heads: int, cuts: tuple[int, ...]) -> list[_Task]:
-    """Runs of at most TASK_ROWS rows that cross no cut; the heaviest, with most columns, first."""
+def _widened_keys(attention: LayerAttention, key_head: int, last: int) -> torch.Tensor:
+    """(D, last): transposed once, so that the product of a block of rows reads it in order."""
+    keys = attention.key[key_head, :last]
+    return keys.to(torch.promote_types(keys.dtype, torch.float32)).t().contiguous()
+
+
+def _tasks(
+    reference: LayerAttention, others: Sequence[LayerAttention], cuts: tuple[int, ...]
+) -> Iterator[_Task]:
+    """Runs of at most TASK_ROWS rows that cross no cut; of a head the heaviest, the last, first."""
     runs = [
         (part, first, min(first + TASK_ROWS, stop))
         for part, (start, stop) in enumerate(zip((0, *cuts[:-1]), cuts, strict=True))
         for first in range(start, stop, TASK_ROWS)
     ]
-    return [_Task(head, *run) for run in reversed(runs) for head in range(num_heads)]
+    for key_head, heads in groupby(range(reference.num_heads), reference.key_head):
+        keys = [_widened_keys(a, key_head, cuts[-1]) for a in (reference, *others)]
+        for head in heads:
+            yield from (_Task(head, *run, keys) for run in reversed(runs))
