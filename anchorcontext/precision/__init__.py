@@ -19,7 +19,7 @@
     casting.py      what casting a model does to inv_freq
     rope.py         `diagnose rope`: the split, on captured heads
     units.py, sheet.py   small results on disk; what a diagnosis shows
-    rope_sheet.py   its tables, readings and figures
+    rope_sheet.py, rope_figures.py   its tables, readings and figures
     arms.py, first_token.py, first_token_sheet.py   `diagnose first-token`, the same way
     gradients.py, gradient_arms.py, gradient_sheet.py   `diagnose gradients`
     shift_sheet.py, report.py   readings of `diagnose shift`; all on one HTML page

@@ -1,4 +1,4 @@
-"""Tables, readings and figures of ``diagnose rope``.
+"""Tables and readings of ``diagnose rope``.
 
 Readings state what the numbers say; the thresholds they use are the constants below.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,6 @@ from .parts import KINDS, QUANTITIES
 from .rope import RopeSettings, Split
 from .sheet import Sheet, Table
 from .stages import STAGES, parse_stack
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 # A part is named in a reading from this share of the whole on.
 NAMED = 0.1
@@ -49,6 +46,16 @@ def rope_sheet(
         tables=[
             _totals(splits, settings.shift),
             *(_parts(splits, kind, settings.shift) for kind in KINDS),
+            _stacks(settings.stacks),
+            _positions(),
+            _casts(casts),
+        ],
+        brief=[
+            _by_offset(splits, settings.shift),
+            *(
+                _parts([s for s in splits if s.offset == offset], "twin", settings.shift)
+                for offset in sorted({settings.offsets[0], settings.offsets[-1]})
+            ),
             _stacks(settings.stacks),
             _positions(),
             _casts(casts),
@@ -110,6 +117,7 @@ def rope_readings(splits: Sequence[Split], shift: int) -> list[str]:
                 f"{_explained(mean_interaction(at, 'twin', 'probability'))}"
             )
         readings += _growth(own, source, offsets) + _remedies(own, source, offsets)
+        readings += _single(own, source, offsets)
     return readings
 
 
@@ -173,6 +181,23 @@ def _remedies(own: Sequence[Split], source: str, offsets: list[int]) -> list[str
     return [f"{source}: of sdpa:bf16's deviation under the shift remain {listed}; {verdict}."]
 
 
+def _single(own: Sequence[Split], source: str, offsets: list[int]) -> list[str]:
+    """One stage alone in low precision, against fp64 at the furthest offset and against stock."""
+    stock = mean_total(find(own, stack="sdpa:bf16", offset=offsets[-1]), "exact", "probability")
+    readings = []
+    for stack in dict.fromkeys(s.stack for s in own):
+        if len(parse_stack(stack).rounds) > 1:
+            continue
+        at = find(own, stack=stack, offset=offsets[-1])
+        value = mean_total(at, "exact", "probability")
+        if at and stock and not np.isnan(stock):
+            readings.append(
+                f"{source}: {stack} alone, at offset {offsets[-1]:,}, deviates from fp64 by "
+                f"{value / stock:.3g} times what all of sdpa:bf16 does."
+            )
+    return readings
+
+
 def cast_readings(casts: Sequence[CastResult]) -> list[str]:
     """Which routes round RoPE's table."""
     measured = [cast for cast in casts if not cast.note]
@@ -224,33 +249,74 @@ def _totals(splits: Sequence[Split], shift: int) -> Table:
     )
 
 
-def _parts(splits: Sequence[Split], kind: str, shift: int) -> Table:
-    what = "against fp64" if kind == "exact" else f"under a shift of {shift}"
-    shown = [stage for stage in STAGES if stage not in ("values", "output")]
+def _by_offset(splits: Sequence[Split], shift: int) -> Table:
+    offsets = sorted({s.offset for s in splits})
+    ends = sorted({offsets[0], offsets[-1]})
     rows: list[list[Any]] = []
     for source, stack in dict.fromkeys((s.source, s.stack) for s in splits):
-        if len(parse_stack(stack).rounds) < 2:
-            continue
-        for offset in sorted({s.offset for s in splits}):
-            at = find(splits, stack=stack, source=source, offset=offset)
-            if not at:
-                continue
-            shares = mean_shares(at, kind, "probability")
-            rows.append(
-                [
-                    source,
-                    stack,
-                    offset,
-                    *(f"{shares[stage]:.1%}" for stage in shown),
-                    f"{mean_interaction(at, kind, 'probability'):+.0%}",
-                ]
-            )
+        own = find(splits, stack=stack, source=source)
+        at = {o: find(own, stack=stack, offset=o) for o in offsets}
+        rows.append(
+            [
+                source,
+                stack,
+                *(mean_total(at[o], "twin", "probability") for o in offsets),
+                *(mean_total(at[o], "exact", "probability") for o in ends),
+                *(mean_total(at[offsets[0]], kind, "score") for kind in ("twin", "exact")),
+                mean_total(at[offsets[0]], "exact", "output"),
+            ]
+        )
+    first = f"offset {offsets[0]:,}"
     return Table(
-        f"Parts of the deviation of probabilities {what}, stages switched on in order; "
-        "interaction: what the total has more or less than independent stages one at a time.",
+        f"D of one layer given one input under a shift of {shift}, by the first token's position "
+        "(eq. 4, entry form, weighted, sum over the heads measured; mean over layers and texts); "
+        f"then D against fp64 at the same positions; and, at {first}, the mean absolute score "
+        "error (eq. 5) under the shift and against fp64, and the output's relative error against "
+        "fp64.",
+        [
+            "heads from",
+            "stack",
+            *(f"offset {o:,}" for o in offsets),
+            *(f"fp64, offset {o:,}" for o in ends),
+            "scores, shifted",
+            "scores, fp64",
+            "output, fp64",
+        ],
+        rows,
+    )
+
+
+def _parts(splits: Sequence[Split], kind: str, shift: int) -> Table:
+    what = "against fp64" if kind == "exact" else f"under a shift of {shift}"
+    shares = {
+        (source, stack, offset): (mean_shares(at, kind, "probability"), at)
+        for source, stack in dict.fromkeys((s.source, s.stack) for s in splits)
+        if len(parse_stack(stack).rounds) > 1
+        for offset in sorted({s.offset for s in splits})
+        if (at := find(splits, stack=stack, source=source, offset=offset))
+    }
+    shown = [
+        stage for stage in STAGES if any(_percent(of[stage]) != "0.0%" for of, _ in shares.values())
+    ]
+    rows: list[list[Any]] = [
+        [
+            *key,
+            *(_percent(of[stage]) for stage in shown),
+            f"{mean_interaction(at, kind, 'probability'):+.0%}",
+        ]
+        for key, (of, at) in shares.items()
+    ]
+    return Table(
+        f"Parts of D {what}, stages switched on in order; stages that add nothing anywhere are "
+        "left out. Interaction: what D has more or less than independent stages one at a time.",
         ["heads from", "stack", "offset", *shown, "interaction"],
         rows,
     )
+
+
+def _percent(share: float) -> str:
+    text = f"{share:.1%}"
+    return "0.0%" if text == "-0.0%" else text
 
 
 def _stacks(stacks: Sequence[str]) -> Table:
@@ -282,59 +348,3 @@ def _casts(casts: Sequence[CastResult]) -> Table:
         ["route", "dtype", "relative error", "radians", "table"],
         rows,
     )
-
-
-def draw_rope(splits: Sequence[Split], shift: int) -> dict[str, Figure]:
-    """``rope-parts``: stacked parts of the deviation by stack; ``rope-offset``: against offset.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    from ..watch.draw import new_figure
-
-    sources = list(dict.fromkeys(s.source for s in splits))
-    drawn = {}
-    for name, draw in (("rope-parts", _draw_parts), ("rope-offset", _draw_offsets)):
-        figure = new_figure(width=4.6 * len(sources), height=4.6)
-        for index, source in enumerate(sources):
-            axes = figure.add_subplot(1, len(sources), index + 1)
-            own = [s for s in splits if s.source == source]
-            draw(axes, own)
-            axes.set_title(source, fontsize=10)
-        figure.axes[0].legend(fontsize=7)
-        figure.suptitle(
-            f"D of one layer, entry form, weighted, under a shift of {shift}", fontsize=11
-        )
-        drawn[name] = figure
-    return drawn
-
-
-def _draw_parts(axes: Any, own: Sequence[Split]) -> None:
-    offset = min(s.offset for s in own)
-    stacks = [s for s in dict.fromkeys(s.stack for s in own) if s.endswith(":bf16")]
-    bottom = np.zeros(len(stacks))
-    from matplotlib import colormaps
-
-    for index, stage in enumerate(STAGES[:-2]):
-        heights = []
-        for stack in stacks:
-            at = find(own, stack=stack, offset=offset)
-            whole = mean_total(at, "twin", "probability")
-            heights.append(whole * mean_shares(at, "twin", "probability")[stage])
-        if max(np.abs(heights)) > 0:
-            axes.bar(stacks, heights, bottom=bottom, label=stage, color=colormaps["tab20"](index))
-            bottom += np.array(heights)
-    axes.tick_params(axis="x", rotation=75, labelsize=7)
-    axes.set_ylabel(f"D, offset {offset:,}")
-
-
-def _draw_offsets(axes: Any, own: Sequence[Split]) -> None:
-    offsets = sorted({s.offset for s in own})
-    for stack in dict.fromkeys(s.stack for s in own):
-        values = [
-            mean_total(find(own, stack=stack, offset=o), "twin", "probability") for o in offsets
-        ]
-        axes.plot(range(len(offsets)), values, marker=".", linewidth=1, label=stack)
-    axes.set(yscale="log", xlabel="position of the first token")
-    axes.set_xticks(range(len(offsets)), [f"{o:,}" for o in offsets])
-    axes.grid(alpha=0.3)

@@ -46,6 +46,7 @@ class Sheet:
         readings: sentences made from the numbers.
         tables: what they are made from.
         figures: file names under OUT/figures, without ending, and their titles.
+        brief: tables for a Markdown page, where ``tables`` are too long for one.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Sheet:
     readings: list[str]
     tables: list[Table]
     figures: dict[str, str] = field(default_factory=dict)
+    brief: list[Table] = field(default_factory=list)
 
 
 def save_sheet(sheet: Sheet, out: Path) -> None:
@@ -72,7 +74,8 @@ def read_sheets(out: Path) -> list[Sheet]:
     sheets = []
     for path in sorted(out.glob(f"*{SUFFIX}")):
         raw = json.loads(path.read_text())
-        raw["tables"] = [Table(**table) for table in raw["tables"]]
+        for tables in ("tables", "brief"):
+            raw[tables] = [Table(**table) for table in raw[tables]]
         sheets.append(Sheet(**raw))
     return sheets
 
@@ -113,7 +116,7 @@ def sheet_markdown(sheet: Sheet, figures: Sequence[Path], folder: Path) -> str:
     """The sheet as a section of a Markdown page in ``folder``."""
     parts = [f"## {sheet.title}", f"Written by `{sheet.command}`. {'; '.join(sheet.made)}."]
     parts.append("\n".join(f"- {reading}" for reading in sheet.readings))
-    for table in sheet.tables:
+    for table in sheet.brief or sheet.tables:
         rows = [[cell(value) for value in row] for row in table.rows]
         parts += [f"**{table.title}**", markdown_table(table.headers, rows)]
     for path in figures:

@@ -67,7 +67,8 @@ def command(
         run_rope,
         stored_splits,
     )
-    from anchorcontext.precision.rope_sheet import draw_rope, rope_sheet
+    from anchorcontext.precision.rope_figures import draw_rope
+    from anchorcontext.precision.rope_sheet import rope_sheet
     from anchorcontext.precision.workers import Workers
 
     changes = given_lists(given, ("sources", "stacks"), ("layers", "offsets"))
