@@ -40,7 +40,7 @@ def test_the_mean_over_tasks_is_taken_per_snapshot():
     """Its spread is that of the snapshots' means, not of the tasks."""
     one = [unit("ruler_vt", score=10.0), unit("ruler_fwe", score=30.0)]
     two = [unit("ruler_vt", score=30.0, model="b"), unit("ruler_fwe", score=50.0, model="b")]
-    cell = summarize(Findings(one + two)).scores["2 tasks"]["4096"]
+    cell = summarize(Findings(one + two)).scores["these 2 tasks"]["4096"]
     assert (cell.mean, cell.spread) == (30, pytest.approx(200**0.5))
 
 
@@ -57,7 +57,7 @@ def test_presets_have_a_mean_only_when_all_their_tasks_ran():
 
 def test_a_length_that_lacks_a_task_has_no_mean():
     units = [unit("ruler_vt"), unit("ruler_fwe"), unit("ruler_vt", length=8192)]
-    assert set(summarize(Findings(units)).scores["2 tasks"]) == {"4096"}
+    assert set(summarize(Findings(units)).scores["these 2 tasks"]) == {"4096"}
 
 
 def test_the_papers_rows_stand_below_ours_and_are_marked():

@@ -152,7 +152,7 @@ def _means(results: Sequence[UnitResult]) -> list[tuple[str, list[str]]]:
     complete = [(name, PRESETS[name]) for name in MEANS if set(PRESETS[name]) <= set(ran)]
     if complete or len(ran) < 2:
         return complete
-    return [(f"{len(ran)} tasks", ran)]
+    return [(f"these {len(ran)} tasks", ran)]
 
 
 def _key(length: int | None) -> str:
