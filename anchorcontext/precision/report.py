@@ -69,4 +69,5 @@ def _inline(path: Path, name: str) -> str | None:
     text = path.read_text(encoding="utf-8")
     head, rest = text[text.index("<svg") :].split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
+    rest = re.sub(r"<metadata>.*?</metadata>", "", rest, flags=re.DOTALL)
     return f'{head} role="img" aria-label="{escape(name)}">{rest}'

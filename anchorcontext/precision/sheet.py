@@ -7,6 +7,7 @@ A run leaves its sheet in ``OUT/NAME.sheet.json`` and its figures in ``OUT/figur
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from .units import write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+logger = logging.getLogger(__name__)
 SUFFIX = ".sheet.json"
 FIGURES = "figures"
 
@@ -70,13 +72,23 @@ def save_sheet(sheet: Sheet, out: Path) -> None:
 
 
 def read_sheets(out: Path) -> list[Sheet]:
-    """The sheets that lie in ``out``, by name."""
+    """The sheets that lie in ``out``, by name; what cannot be read is left out with a warning."""
     sheets = []
     for path in sorted(out.glob(f"*{SUFFIX}")):
-        raw = json.loads(path.read_text())
-        for tables in ("tables", "brief"):
-            raw[tables] = [Table(**table) for table in raw[tables]]
-        sheets.append(Sheet(**raw))
+        try:
+            raw = json.loads(path.read_text())
+            for tables in ("tables", "brief"):
+                raw[tables] = [Table(**table) for table in raw.get(tables, ())]
+            sheets.append(Sheet(**raw))
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            name = path.name.removesuffix(SUFFIX)
+            logger.warning(
+                "%s cannot be read (%s): left out; write it again with `anchorcontext diagnose %s "
+                "... --stored`",
+                path,
+                error,
+                name,
+            )
     return sheets
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 from click.testing import CliRunner
 
 from anchorcontext.cli.diagnose import command
@@ -114,6 +115,15 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
     assert page.index("Shift invariance") < page.index("Where &amp; how")
     assert "<script" not in page and "src=" not in page and "<?xml" not in page
     assert [sheet.name for sheet in read_sheets(tmp_path)] == ["rope", "shift"]
+
+
+def test_a_damaged_sheet_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    of = {64: deviation(1.0, 0.3)}
+    save_sheet(shift_sheet(summary(bf16=of), "anchorcontext diagnose shift m", []), tmp_path)
+    (tmp_path / "rope.sheet.json").write_text("{")
+    (tmp_path / "gradients.sheet.json").write_text('{"name": "gradients"}')
+    assert [sheet.name for sheet in read_sheets(tmp_path)] == ["shift"]
+    assert "diagnose rope ... --stored" in caplog.text
 
 
 def test_a_folder_without_results_is_refused(tmp_path: Path) -> None:
