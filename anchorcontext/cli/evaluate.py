@@ -81,7 +81,9 @@ class Part:
     help="Every finished unit is kept here, and not computed again.",
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Default: by the length.")
-@click.option("--dtype", type=click.Choice(["bf16", "fp32", "fp16"]), default="bf16")
+@click.option(
+    "--dtype", type=click.Choice(["bf16", "fp32", "fp16"]), default="bf16", show_default=True
+)
 @click.option("--device", default="auto", metavar="auto|cpu|cuda[:N]", show_default=True)
 @click.option(
     "--haystack",
@@ -127,7 +129,11 @@ class Part:
     type=click.IntRange(min=1),
     help="Ranks that share a document in loss-by-position; default: all of torchrun's.",
 )
-@click.option("--tokenizer", type=click.Path(path_type=Path, exists=True, file_okay=False))
+@click.option(
+    "--tokenizer",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of the tokenizer; default: the model's, or of the run's prepared data.",
+)
 @click.option(
     "--snapshots",
     type=click.IntRange(min=1),
@@ -142,7 +148,9 @@ class Part:
     type=click.Path(path_type=Path, dir_okay=False),
     help="Write the tables into this page too, between the markers of --section.",
 )
-@click.option("--section", default="evaluation", show_default=True)
+@click.option(
+    "--section", default="evaluation", show_default=True, help="Name of the markers in that page."
+)
 def command(
     sources: tuple[str, ...],
     tasks: str,

@@ -114,10 +114,16 @@ def check_context(context: int, edges: Sequence[int]) -> None:
     Raises:
         UserError: says which values do.
     """
-    if context not in edges[1:-1] or context < 4:
+    inner, length = edges[1:-1], edges[-1]
+    if not inner:
         raise UserError(
-            f"a short context of {context} tokens: it must be one of the ends of the ranges of "
-            f"positions, {', '.join(map(str, edges[1:-1])) or 'of which there are none'}"
+            f"--short {context}: the {length:,} positions are one range, beyond which nothing is "
+            f"left to compare; leave it out, or ask for more than {FIRST_EDGE:,} tokens"
+        )
+    if context not in inner or context < 4:
+        raise UserError(
+            f"--short {context}: must be where one range of positions ends and the next begins, "
+            f"in {length:,} tokens one of {', '.join(map(str, inner))}"
         )
 
 

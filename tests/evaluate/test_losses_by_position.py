@@ -132,5 +132,7 @@ def test_ranges_and_what_a_short_context_may_be():
     assert position_edges(131072) == [0, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072]
     assert position_edges(1000) == [0, 1000]
     check_context(4096, position_edges(8192))
-    with pytest.raises(UserError, match=r"4096 tokens.*ends of the ranges.*1024, 2048"):
+    with pytest.raises(UserError, match=r"--short 4096: .* one of 1024, 2048"):
         check_context(4096, position_edges(4096))
+    with pytest.raises(UserError, match=r"--short 128: the 512 positions .* leave it out"):
+        check_context(128, position_edges(512))
