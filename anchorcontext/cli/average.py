@@ -40,7 +40,7 @@ def command(
       anchorcontext average --scores runs/evaluation/a/results.json runs/evaluation/b/results.json
     """
     if scores:
-        from anchorcontext.evaluate.average import average_scores
+        from anchorcontext.evaluate.scores import average_scores
 
         found = average_scores([Path(source) for source in sources])
         rows = [

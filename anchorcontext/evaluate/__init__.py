@@ -12,7 +12,8 @@
     live.py        the three measures that a run takes between its steps
 
     by_position.py models on disk, over the launcher's ranks
-    average.py     means of weights and of scores over snapshots
+    average.py     the mean of snapshots' weights
+    scores.py      scores in result files, and their means over snapshots
     compare.py, compare_page.py   runs side by side
     harness/       RULER and others, through lm-evaluation-harness
 

@@ -15,7 +15,7 @@ import numpy as np
 from ..config import load_config
 from ..config.sections import ModelSection, SourceSection
 from ..data.sources import ProblemLog, open_sources, read_documents
-from ..data.store import VALIDATION, WindowDataset
+from ..data.store import VALIDATION, WindowDataset, known_meta
 from ..errors import UserError, writing
 from ..markdown import markdown_table
 from ..model import TrainModel, build_model
@@ -201,7 +201,14 @@ def _validation(target: Target) -> WindowDataset:
             f"loss-by-position: {target.name} is no run of ours, whose held-out documents would be "
             "read; give texts with --documents PATH"
         )
-    return WindowDataset(load_config(target.path / CONFIG).data.path, VALIDATION)
+    path = load_config(target.path / CONFIG).data.path
+    meta = known_meta(Path(path).expanduser())
+    if meta is not None and VALIDATION not in meta["splits"]:
+        raise UserError(
+            f"loss-by-position: the run's data.path = {path!r} holds nothing out "
+            "(data.validation_fraction = 0); give texts with --documents PATH"
+        )
+    return WindowDataset(path, VALIDATION)
 
 
 def _long_texts(

@@ -19,7 +19,7 @@ from ..config.schema import flat_keys
 from ..errors import UserError
 from ..markdown import markdown_table
 from ..watch.history import RunHistory, read_run
-from .average import read_results
+from .scores import read_results
 
 RESULTS = Path("evaluation") / "results.json"
 NAMES_ALONE = ("run.name", "run.output_dir")

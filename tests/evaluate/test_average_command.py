@@ -11,8 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from anchorcontext.cli import group
 from anchorcontext.data.tokenizer import train_tokenizer
-from anchorcontext.evaluate.average import average_scores, average_weights
+from anchorcontext.evaluate.average import average_weights
 from anchorcontext.evaluate.harness.target import find_targets
+from anchorcontext.evaluate.scores import average_scores
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_llama
 from anchorcontext.train.consolidate import load_consolidated_state_dict
@@ -153,3 +154,5 @@ def test_scores_are_averaged_with_their_deviation_as_by_hand(tmp_path):
     assert "different scores: ruler_vt/4096" in average("--scores", *files).output
     files[0].write_text("{}")
     assert "holds no scores" in average("--scores", *files).output
+    gone = average("--scores", *files[1:], tmp_path / "gone.json")
+    assert gone.exit_code == 2 and "gone.json: no such file" in gone.output

@@ -80,12 +80,21 @@ def test_a_run_is_measured_on_its_own_held_out_documents(tiny, tmp_path):
     assert [b.targets for b in found.buckets] == [2 * 59] and found.gain is None
     assert list((tmp_path / "out").iterdir()) == []  # the export is gone
 
+    meta = Path(config.data.path) / "meta.json"
+    values = json.loads(meta.read_text())
+    del values["splits"]["validation"]
+    meta.write_text(json.dumps(values))
+    with pytest.raises(UserError, match=r"holds nothing out.*--documents"):
+        measure_positions(
+            find_targets([Path(config.run.output_dir) / "tiny"]), options, tmp_path / "out"
+        )
+
 
 def test_what_cannot_be_measured_is_refused(model, texts, tmp_path):
     targets = find_targets([model])
     for options, words in (
         (PositionOptions(length=8192), "max_position_embeddings = 4,096"),
-        (PositionOptions(length=2048, short=1000), "ends of the ranges"),
+        (PositionOptions(length=2048, short=1000), "--short 1000: .* one of 1024$"),
         (PositionOptions(length=2048), "no run of ours.*--documents"),
         (PositionOptions(length=4096, texts=(str(texts),)), r"longest document.* has 3,\d+ tokens"),
         (PositionOptions(length=2048, dtype="fp16"), "--dtype fp16"),
