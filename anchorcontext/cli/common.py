@@ -147,7 +147,7 @@ def echo_table(
     columns = len(headers) or max((len(row) for row in cells), default=0)
     table = Table(title=title, title_justify="left", box=box.SIMPLE, show_header=bool(headers))
     for index in range(columns):
-        values = [row[index] for row in cells]
+        values = [row[index] for row in cells if row[index] is not None]
         numeric = bool(values) and all(isinstance(value, int | float) for value in values)
         header = headers[index] if headers else ""
         table.add_column(header, justify="right" if numeric else "left", overflow="fold")
@@ -156,7 +156,7 @@ def echo_table(
     console = Console()
     # A log file has no width: rich would wrap at 80 columns there.
     if not console.is_terminal:
-        console = Console(width=160)
+        console = Console(width=200)
     console.print(table, markup=False)
 
 

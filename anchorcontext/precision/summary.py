@@ -123,7 +123,7 @@ def summary_rows(summary: ShiftSummary) -> list[tuple[object, ...]]:
                     mean.num_tokens,
                     shift,
                     *(mean.total(form) for form in FORMS),
-                    float(error),
+                    float(error) if np.isfinite(error) else None,  # of one text
                     mean.total("entry", "unweighted") / mean.heads.shape[2],
                     f"{mean.first_share('entry', 'unweighted'):.1%}",
                     f"{mean.mass[0]:.1%}",

@@ -110,6 +110,7 @@ def test_what_is_reported_stands_on_texts_that_all_settings_have(
     summary = summarise(settings, results)
     rows = summary_rows(summary)
     assert len(rows) == 2 * 3 + 2 + 2 * 3 and all(len(row) == len(HEADERS) for row in rows)
+    assert sum(row[HEADERS.index("± of D entry")] is None for row in rows) == 2 * 3  # of one text
     by_shift = next(curve for curve in summary.kind("shift"))
     assert by_shift.axis == [0, 16, 100]
     # Compared with shift 16, shift 16 differs by nothing at all.

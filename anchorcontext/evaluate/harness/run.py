@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -155,7 +156,7 @@ def evaluate_tasks(
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=NUMPY_SEED)
-    with _seeds_of_the_harness(), quiet(bars=True):
+    with _seeds_of_the_harness(), quiet(bars=sys.stderr.isatty()):
         results = evaluate(
             lm,
             {"tasks": tasks, "groups": groups or {}},
