@@ -50,7 +50,9 @@ def job(rank, world_size, cases):
     from anchorcontext import enable, make_plan, shard
     from anchorcontext.model import PREFIX, TrainModel, verify_rope
     from anchorcontext.testing.models import tiny_llama
+    from anchorcontext.train.engine import without_compiled_operators
 
+    without_compiled_operators()  # a compilation that was killed would leave a lock behind
     logging.disable(logging.WARNING)
     window = make_window()
     plan = make_plan(window, dist.group.WORLD)

@@ -17,7 +17,7 @@ def section(**profile):
         "run": {"name": "r"},
         "model": {"path": "model"},
         "data": {"path": "data", "window_tokens": 64},
-        "train": {"steps": 9, "windows_per_step": 1},
+        "train": {"steps": 19, "windows_per_step": 1},
         "watch": {"profile": profile},
     }
     return parse_config(values).watch.profile
