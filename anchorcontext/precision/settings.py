@@ -227,5 +227,5 @@ def check_model_folder(path: str) -> None:
     if not (Path(path) / "config.json").is_file():
         raise UserError(
             f"{path}: no model folder (no config.json); give a folder of Hugging Face weights "
-            "(`make demo-smollm2` imports one, `anchorcontext import-gguf` makes one)"
+            "(`make demo-smollm2` imports one, `anchorcontext export` makes one of a run)"
         )

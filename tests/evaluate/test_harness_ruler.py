@@ -199,6 +199,12 @@ def test_too_small_a_length_is_an_error_not_a_hang(sources, name):
         fit(RULER[name], length, 2, form, sources)
 
 
+def test_a_length_that_only_the_answer_prefix_exceeds_is_named_as_asked_for(sources):
+    form = PromptFormat(word_tokenizer())
+    with pytest.raises(UserError, match="niah_single_1 at 200 tokens: its smallest prompt"):
+        fit(RULER["niah_single_1"], 200, 2, form, sources)
+
+
 def test_prompts_are_the_harness_own(tmp_path, sources):
     """At a length that the harness's tasks can make, sample for sample, in any order of tasks."""
     import random

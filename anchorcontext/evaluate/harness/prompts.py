@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import UserError
 from .catalog import RulerTask
 from .require import quiet, sentence_splitter
-from .ruler import Row, ruler_rows, too_small
+from .ruler import Row, TooSmallError, ruler_rows, too_small
 from .scoring import SCORES
 from .sources import Sources
 
@@ -116,10 +116,13 @@ def fit(
     """
     budget = length
     for _ in range(MAX_FITS):
-        rows = [
-            {**row, "max_length": length}
-            for row in ruler_rows(spec, form.tokenizer, budget, samples, sources)
-        ]
+        try:
+            drawn = ruler_rows(spec, form.tokenizer, budget, samples, sources)
+        except TooSmallError:
+            if budget == length:
+                raise
+            raise too_small(spec, length) from None  # the length that was asked for
+        rows = [{**row, "max_length": length} for row in drawn]
         task = harness_task(spec, length, rows)
         tokens = [len(form.token_ids(form.render(task, row))) for row in rows]
         over = max(tokens) + spec.generates - length

@@ -86,10 +86,14 @@ def ruler_rows(
     return rows
 
 
-def too_small(task: RulerTask, length: int, needed: int | None = None) -> UserError:
+class TooSmallError(UserError):
+    """A length that a task's smallest prompt exceeds."""
+
+
+def too_small(task: RulerTask, length: int, needed: int | None = None) -> TooSmallError:
     """The error for a length that a task's smallest prompt exceeds."""
     room = f" takes {needed:,} tokens with this tokenizer" if needed else " does not fit"
-    return UserError(
+    return TooSmallError(
         f"{task.name} at {length:,} tokens: its smallest prompt with {task.generates} tokens of "
         f"answer{room}; ask for a greater length, or leave the task out"
     )
