@@ -188,21 +188,24 @@ def command(
     Nothing is downloaded unless --download says so: a task whose texts are not on this machine is
     skipped by name. Exits 1 when a task was skipped.
     """
-    from anchorcontext.evaluate.by_position import PositionOptions
     from anchorcontext.evaluate.harness.catalog import (
         LOSS_BY_POSITION,
         expand_tasks,
         parse_lengths,
     )
+
+    # Mistyped lengths and names are refused before torch and transformers are imported.
+    tokens = tuple(parse_lengths(lengths))
+    kinds = _by_kind(expand_tasks(tasks))
+
+    from anchorcontext.evaluate.by_position import PositionOptions
     from anchorcontext.evaluate.harness.run import Options
     from anchorcontext.evaluate.harness.sources import Sources
     from anchorcontext.evaluate.harness.target import find_targets
 
-    asked = expand_tasks(tasks)
-    kinds = _by_kind(asked)
     options: dict[str, Any] = {}
     options["harness"] = Options(
-        lengths=tuple(parse_lengths(lengths)),
+        lengths=tokens,
         samples=None if all_samples else samples,
         batch_size=batch_size,
         dtype=dtype,
@@ -217,7 +220,7 @@ def command(
                 "GPUs if there are any; leave it out, or hide GPUs with CUDA_VISIBLE_DEVICES="
             )
         options[LOSS_BY_POSITION] = PositionOptions(
-            length=max(options["harness"].lengths),
+            length=max(tokens),
             short=short,
             documents=num_documents,
             texts=documents,
