@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from transformers import PreTrainedConfig
 
@@ -220,12 +219,3 @@ def _rising(option: str, numbers: Iterable[int], least: int) -> tuple[int, ...]:
         given = numbers[0] if numbers else "nothing"
         raise UserError(f"{option} {given}: give whole numbers from {least} on")
     return numbers
-
-
-def check_model_folder(path: str) -> None:
-    """Raises UserError where ``path`` is no folder with a model."""
-    if not (Path(path) / "config.json").is_file():
-        raise UserError(
-            f"{path}: no model folder (no config.json); give a folder of Hugging Face weights "
-            "(`make demo-smollm2` imports one, `anchorcontext export` makes one of a run)"
-        )

@@ -179,9 +179,11 @@ def model_argument(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(model: str, **options: Any) -> Any:
-        from anchorcontext.precision.settings import check_model_folder
-
-        check_model_folder(model)
+        if not (Path(model) / "config.json").is_file():
+            raise UserError(
+                f"{model}: no model folder (no config.json); give a folder of Hugging Face weights "
+                "(`make demo-smollm2` imports one, `anchorcontext export` makes one of a run)"
+            )
         return function(model=model, **options)
 
     return click.argument("model", metavar="MODEL")(call)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.cli.diagnose.common import model_argument
 from anchorcontext.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ ALL = "bf16, fp16, fp32 or fp64, of pretrained: or random: weights"
 
 
 @plain_command
-@click.argument("model", metavar="MODEL")
+@model_argument
 @click.option("--preset", type=click.Choice(["quick", "paper"]), default="quick", show_default=True)
 @click.option("--panels", metavar="P[,P...]", help="shift, token, length; all by default.")
 @click.option("--settings", metavar="S[,S...]", help=f"{ALL}, as in pretrained:bf16,random:bf16.")
@@ -92,13 +93,12 @@ def command(
     a CPU); every part of it can be set.
     """
     from anchorcontext.precision.models import read_config
-    from anchorcontext.precision.settings import check_model_folder, check_settings
+    from anchorcontext.precision.settings import check_settings
     from anchorcontext.precision.shift import run_shift, stored_results
     from anchorcontext.precision.summary import HEADERS, summarise, summary_report, summary_rows
     from anchorcontext.precision.workers import Workers
 
     settings = read_settings(model, preset, given)
-    check_model_folder(model)
     settings = check_settings(settings, read_config(model, settings.text_tokens))
     if not stored:
         with Workers(threads) as workers, _progress() as tell:
