@@ -28,31 +28,13 @@ from .rotary import Rotary
 from .settings import KINDS, ShiftSettings, Walk
 from .store import ResultStore, WalkResult
 from .texts import Text, read_texts
+from .units import Step, Tell
 from .walk import Variant, walk
 from .workers import Workers
 
 
 @dataclass(frozen=True)
-class Progress:
-    """Where a run stands: told after every layer, and once more when a result is stored.
-
-    ``done`` and ``total`` are work in the unit of :meth:`~.settings.Walk.work`.
-    """
-
-    text: int
-    walk: Walk
-    layer: int
-    num_layers: int
-    done: float
-    total: float
-    stored: bool = False
-
-
-Tell = Callable[[Progress], None]
-
-
-@dataclass(frozen=True)
-class Unit:
+class WalkUnit:
     """One walk over one text, and the file of its result."""
 
     walk: Walk
@@ -88,7 +70,7 @@ def run_shift(
                 _measure_and_store(unit, settings, store, model, rotary, workers, report)
 
 
-def missing_units(settings: ShiftSettings, store: ResultStore) -> Iterator[Unit]:
+def missing_units(settings: ShiftSettings, store: ResultStore) -> Iterator[WalkUnit]:
     """What has no stored result, text by text."""
     digest = model_digest(settings.model)
     texts = read_texts(
@@ -102,7 +84,7 @@ def missing_units(settings: ShiftSettings, store: ResultStore) -> Iterator[Unit]
         for todo in settings.walks():
             path = store.path(todo, settings.fingerprint(todo, digest), text.number)
             if store.load(path, todo, text.digest) is None:
-                yield Unit(todo, text, path)
+                yield WalkUnit(todo, text, path)
 
 
 class _Reporter:
@@ -111,17 +93,18 @@ class _Reporter:
     def __init__(self, tell: Tell | None, total: float) -> None:
         self.tell, self.total, self.done = tell, total, 0.0
 
-    def __call__(self, unit: Unit, layer: int, num_layers: int, stored: bool = False) -> None:
+    def __call__(self, unit: WalkUnit, layer: int, num_layers: int, stored: bool = False) -> None:
         done = self.done + unit.walk.work() * layer / num_layers
         if stored:
             self.done = done
         if self.tell is not None:
-            number = unit.text.number
-            self.tell(Progress(number, unit.walk, layer, num_layers, done, self.total, stored))
+            name = f"text {unit.text.number} {unit.walk.setting} {unit.walk.kind}"
+            layers = "" if stored else f", layer {layer}/{num_layers}"
+            self.tell(Step(name + layers, done, self.total, stored))
 
 
 def _measure_and_store(
-    unit: Unit,
+    unit: WalkUnit,
     settings: ShiftSettings,
     store: ResultStore,
     model: PreTrainedModel,
@@ -207,7 +190,7 @@ def stored_results(settings: ShiftSettings, out: Path) -> dict[Walk, list[WalkRe
     return found
 
 
-def _facts(unit: Unit, workers: Workers, settings: ShiftSettings) -> dict[str, Any]:
+def _facts(unit: WalkUnit, workers: Workers, settings: ShiftSettings) -> dict[str, Any]:
     text = unit.text
     return {
         "text": text.number,

@@ -22,8 +22,9 @@ from anchorcontext.precision.settings import (
     Walk,
     check_settings,
 )
-from anchorcontext.precision.shift import Progress, measure, run_shift, stored_results
+from anchorcontext.precision.shift import measure, run_shift, stored_results
 from anchorcontext.precision.summary import HEADERS, summarise, summary_report, summary_rows
+from anchorcontext.precision.units import Step
 from anchorcontext.testing.models import tiny_llama
 
 
@@ -65,11 +66,11 @@ class Killed(Exception):
 def test_a_killed_run_goes_on_to_the_same_numbers(
     settings: ShiftSettings, workers: Workers, tmp_path: Path
 ) -> None:
-    told: list[Progress] = []
+    told: list[Step] = []
 
-    def kill(progress: Progress) -> None:
+    def kill(progress: Step) -> None:
         told.append(progress)
-        if progress.text == 1 and progress.layer == 1:
+        if progress.name.startswith("text 1 ") and ", layer 1/" in progress.name:
             raise Killed
 
     with pytest.raises(Killed):
@@ -81,7 +82,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
     first.write_bytes(first.read_bytes()[:200])
     first.with_name("text-009.npz.1.part").write_bytes(b"")
 
-    again: list[Progress] = []
+    again: list[Step] = []
     run_shift(settings, tmp_path / "killed", workers=workers, tell=again.append)
     assert sum(progress.stored for progress in again) == len(settings.walks()) + 1
     assert again[-1].done == pytest.approx(again[-1].total)
@@ -93,10 +94,10 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
         for key, array in arrays.items():
             np.testing.assert_array_equal(array, killed[name][key], err_msg=f"{name} {key}")
 
-    more: list[Progress] = []
+    more: list[Step] = []
     settings = replace(settings, texts=3)
     run_shift(settings, tmp_path / "whole", workers=workers, tell=more.append)
-    assert {progress.text for progress in more} == {2}
+    assert all(progress.name.startswith("text 2 ") for progress in more)
 
 
 def test_what_is_reported_stands_on_texts_that_all_settings_have(

@@ -168,7 +168,7 @@ def progress_bar() -> Iterator[Callable[[Step], None]]:
         if step.stored and not console.is_terminal:
             elapsed = time.monotonic() - start
             left = elapsed * (step.total / step.done - 1)
-            echo(f"{step.name} after {elapsed / 60:.1f} min, about {left / 60:.0f} min left")
+            echo(f"{step.name} stored after {elapsed / 60:.1f} min, about {left / 60:.0f} min left")
 
     with bar:
         yield tell

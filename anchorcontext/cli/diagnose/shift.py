@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
-from anchorcontext.cli.diagnose.common import model_argument
+from anchorcontext.cli.diagnose.common import (
+    DEFAULT_OUT,
+    model_argument,
+    names,
+    numbers,
+    progress_bar,
+)
 from anchorcontext.errors import UserError
 
 if TYPE_CHECKING:
     from anchorcontext.precision.settings import ShiftSettings
-    from anchorcontext.precision.shift import Progress
     from anchorcontext.precision.summary import ShiftSummary
 
 ALL = "bf16, fp16, fp32 or fp64, of pretrained: or random: weights"
@@ -57,7 +60,7 @@ ALL = "bf16, fp16, fp32 or fp64, of pretrained: or random: weights"
 @click.option(
     "--out",
     type=click.Path(path_type=Path, file_okay=False),
-    default=Path("runs/precision"),
+    default=DEFAULT_OUT,
     show_default=True,
     help="Where results are kept.",
 )
@@ -101,7 +104,7 @@ def command(
     settings = read_settings(model, preset, given)
     settings = check_settings(settings, read_config(model, settings.text_tokens))
     if not stored:
-        with Workers(threads) as workers, _progress() as tell:
+        with Workers(threads) as workers, progress_bar() as tell:
             run_shift(settings, out, workers=workers, tell=tell)
     results = stored_results(settings, out)
     if not results:
@@ -109,7 +112,7 @@ def command(
             f"--out {out}: no text is complete there with these settings; run without --stored"
         )
     summary = summarise(settings, results)
-    texts = ", ".join(f"{len(names)} ({kind})" for kind, names in summary.domains.items())
+    texts = ", ".join(f"{len(domains)} ({kind})" for kind, domains in summary.domains.items())
     title = f"{model}: texts {texts}; shifts are compared with {settings.reference}"
     echo_table(summary_rows(summary), HEADERS, title=title)
     if is_main_rank():
@@ -135,63 +138,12 @@ def read_settings(model: str, preset: str, given: dict[str, Any]) -> ShiftSettin
             continue
         option = f"--{name.replace('_', '-')}"
         if name in ("settings", "beside"):
-            changes[name] = tuple(Setting.parse(part) for part in _parts(value))
+            changes[name] = tuple(Setting.parse(part) for part in names(value))
         elif name in ("shifts", "lengths"):
-            changes[name] = _numbers(option, value)
+            changes[name] = numbers(option, value)
         else:
-            changes[name] = tuple(_parts(value)) if name == "panels" else value
+            changes[name] = names(value) if name == "panels" else value
     return replace(PRESETS[preset], model=model, **changes)
-
-
-def _parts(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]
-
-
-def _numbers(option: str, text: str) -> tuple[int, ...]:
-    parts = _parts(text)
-    if not all(part.isdigit() for part in parts):
-        raise UserError(f"{option} {text}: give whole numbers, as in 0,8,16")
-    return tuple(int(part) for part in parts)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Progress], None]]:
-    """A bar with the time left on a terminal; elsewhere a line whenever a result is stored."""
-    import time
-
-    from rich.console import Console
-    from rich.progress import BarColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    console = Console(stderr=True)
-    bar = Bar(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        # Over all of the run: units differ in speed.
-        TimeRemainingColumn(elapsed_when_finished=True),
-        console=console,
-        speed_estimate_period=3600,
-        disable=not console.is_terminal,
-    )
-    task = bar.add_task("texts and model", total=None)
-    start = time.monotonic()
-
-    def tell(progress: Progress) -> None:
-        what = f"text {progress.text} {progress.walk.setting} {progress.walk.kind}"
-        layers = f"layer {progress.layer}/{progress.num_layers}"
-        bar.update(
-            task, description=f"{what}, {layers}", completed=progress.done, total=progress.total
-        )
-        if progress.stored and not console.is_terminal:
-            elapsed = time.monotonic() - start
-            left = elapsed * (progress.total / progress.done - 1)
-            echo(f"{what} stored after {elapsed / 60:.1f} min, about {left / 60:.0f} min left")
-
-    with bar:
-        yield tell
 
 
 def _command_line(model: str, preset: str, given: dict[str, Any]) -> str:
@@ -229,13 +181,13 @@ def _leave_sheet(summary: ShiftSummary, line: str, out: Path, drawn: list[Path])
     from anchorcontext.precision.sheet import FIGURES, copy_figures, save_sheet
     from anchorcontext.precision.shift_sheet import shift_sheet
 
-    names = [path.stem for path in drawn]
-    save_sheet(shift_sheet(summary, line, names), out)
+    stems = [path.stem for path in drawn]
+    save_sheet(shift_sheet(summary, line, stems), out)
     if drawn:
         copy_figures(drawn, out / FIGURES)
         return
     try:
-        names = [path.stem for path in draw_figures(summary, out / FIGURES)]
+        stems = [path.stem for path in draw_figures(summary, out / FIGURES)]
     except UserError as error:
         echo(f"the report will have no figures: {error}")
-    save_sheet(shift_sheet(summary, line, names), out)
+    save_sheet(shift_sheet(summary, line, stems), out)
