@@ -13,15 +13,13 @@ import numpy as np
 
 from .arms import EXCLUDED, PLAIN
 from .first_token import ArmResult, FirstTokenSettings
-from .sheet import Sheet, Table
+from .sheet import LARGER, Sheet, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # A column holds more than its due from this multiple of an equal share on.
 STANDS_OUT = 3.0
-# Logit errors, shares and totals differ from this ratio on.
-CLEAR = 1.25
 
 
 def first_token_sheet(
@@ -45,7 +43,7 @@ def cause(spot: dict[str, float], tokens: int) -> str:
     due = STANDS_OUT / tokens
     if spot["share"] < due:
         return "no more than others"
-    mass, error = spot["mass"] >= due, spot["score_ratio"] >= CLEAR
+    mass, error = spot["mass"] >= due, spot["score_ratio"] >= LARGER
     if mass and error:
         return "both"
     if mass:
@@ -95,9 +93,9 @@ def _excluded(setting: str, plain: ArmResult, rest: ArmResult) -> str:
     ratio, spot = total(rest) / total(plain), rest.spot()
     left = 1 - plain.spot()["share"]
     change = "deviate as before"
-    if ratio > CLEAR * left:
+    if ratio > LARGER * left:
         change = "deviate more, now that they share its probability"
-    elif ratio < left / CLEAR:
+    elif ratio < left / LARGER:
         change = "deviate less"
     return (
         f"{setting}: when nobody sees the first token, D is {ratio:.2f} times what it was, where "
@@ -113,7 +111,7 @@ def _others(setting: str, arms: dict[str, ArmResult]) -> list[str]:
     if tokens and plain:
         listed = ", ".join(f"{arm[6:]} {r.spot()['share']:.1%}" for arm, r in tokens.items())
         ratios = [r.spot()["share"] / plain for r in tokens.values()]
-        alike = all(1 / CLEAR <= ratio <= CLEAR for ratio in ratios)
+        alike = all(1 / LARGER <= ratio <= LARGER for ratio in ratios)
         verdict = "it is the place that counts" if alike else "the token counts"
         readings.append(
             f"{setting}: with another first token its column holds {listed} (BOS {plain:.1%}): "
@@ -129,7 +127,7 @@ def _others(setting: str, arms: dict[str, ArmResult]) -> list[str]:
             )
         if arm.startswith("gap:") and plain:
             share = result.spot()["share"]
-            far = "keeps" if 1 / CLEAR <= share / plain <= CLEAR else "changes"
+            far = "keeps" if 1 / LARGER <= share / plain <= LARGER else "changes"
             readings.append(
                 f"{setting}: {arm[4:]} positions further from the others, the first column {far} "
                 f"its share: {share:.1%} instead of {plain:.1%}."

@@ -13,15 +13,13 @@ import numpy as np
 
 from .gradient_arms import GradientArm, GradientResult, GradientSettings
 from .gradients import GROUPS, HEADS, Apart, layer_of, total
-from .sheet import Sheet, Table
+from .sheet import LARGER, Sheet, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # A control helps from this reduction of the distance on.
 HELPS = 0.05
-# One distance is larger than another from this ratio on.
-CLEAR = 1.25
 SHOWN_LAYERS = 6
 
 
@@ -123,9 +121,9 @@ def _weights(arms: dict[str, GradientResult]) -> list[str]:
 
 
 def _larger(one: float, other: float, name: str, other_name: str) -> str:
-    if one >= CLEAR * other:
+    if one >= LARGER * other:
         return f"{name} does more"
-    if other >= CLEAR * one:
+    if other >= LARGER * one:
         return f"{other_name} does more"
     return "they do about the same"
 

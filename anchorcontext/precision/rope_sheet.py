@@ -15,13 +15,11 @@ from .casting import FAR, CastResult
 from .formats import lost_positions
 from .parts import KINDS, QUANTITIES
 from .rope import RopeSettings, Split
-from .sheet import Sheet, Table
+from .sheet import CLEAR, Sheet, Table
 from .stages import STAGES, parse_stack
 
 # A part is named in a reading from this share of the whole on.
 NAMED = 0.1
-# "Grows" and "shrinks" begin at this ratio, "as much as" lies between.
-CLEAR = 1.5
 # Parts explain the whole when stages alone, as independent errors, come this near.
 EXPLAINED = 0.15
 COLLAPSE = (("bf16", 4096), ("bf16", 131_072), ("fp16", 4096), ("fp16", 131_072))

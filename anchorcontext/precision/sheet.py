@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SUFFIX = ".sheet.json"
 FIGURES = "figures"
+# Thresholds of readings: "grows" and "falls" begin at the first ratio, or its inverse; a number is
+# larger than another from the second on.
+CLEAR, LARGER = 1.5, 1.25
 
 
 @dataclass(frozen=True)

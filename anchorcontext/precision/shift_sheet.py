@@ -6,13 +6,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from .first_token_sheet import STANDS_OUT
-from .sheet import Sheet, Table
+from .sheet import CLEAR, LARGER, Sheet, Table
 from .summary import HEADERS, Curve, ShiftSummary, summary_rows
-
-# Ratios from here on, or below its inverse, are called growing, falling, larger.
-CLEAR = 1.5
-# A logit error is larger than others' from this ratio on.
-LARGER = 1.25
 
 
 def shift_sheet(summary: ShiftSummary, command: str, figures: Sequence[str]) -> Sheet:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -23,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import writing
+from ..files import written_whole
 from .measures import Deviation
 from .settings import Walk
 
@@ -60,12 +60,12 @@ class ResultStore:
             for name, array in vars(result.deviations[pair]).items():
                 kept = array.astype(np.float32) if name in BY_COLUMN else array
                 arrays[f"{number}.{name}"] = kept
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        with writing("--out", path):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as stream:
-                np.savez_compressed(stream, **arrays)
-            beside.replace(path)
+        with (
+            writing("--out", path),
+            written_whole(path) as beside,
+            beside.open("wb") as stream,
+        ):
+            np.savez_compressed(stream, **arrays)
 
     def load(self, path: Path, walk: Walk, digest: str | None = None) -> WalkResult | None:
         """The result in ``path``; None: not there, damaged, or of a text of another digest."""

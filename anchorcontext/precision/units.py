@@ -15,7 +15,6 @@ import hashlib
 import importlib.metadata
 import json
 import logging
-import os
 import platform
 import re
 import time
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 
 from ..errors import writing
+from ..files import written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -130,11 +130,8 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
         UserError: the folder cannot be written.
     """
     text = json.dumps(content, indent=1, default=lambda array: array.tolist())
-    beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-    with writing("--out", path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing("--out", path), written_whole(path) as beside:
         beside.write_text(text + "\n")
-        beside.replace(path)
 
 
 def made_by() -> str:

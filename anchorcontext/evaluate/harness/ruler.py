@@ -17,8 +17,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from ...errors import UserError
+from ..tally import preserved_rng
 from .catalog import RulerTask
 from .require import quiet, sentence_splitter
 from .sources import Sources
@@ -126,13 +128,9 @@ class _BoundedCount:
 @contextmanager
 def _seeded() -> Iterator[None]:
     """The generators draw from the global random numbers; the caller's come back untouched."""
-    state, numpy_state = random.getstate(), np.random.get_state()
-    _seed()
-    try:
+    with preserved_rng(torch.device("cpu")):
+        _seed()
         yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
 
 
 def _seed() -> None:

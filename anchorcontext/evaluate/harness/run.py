@@ -18,6 +18,7 @@ import torch
 
 from ...data.tokenizer import tokenizer_digest
 from ...errors import UserError
+from ..tally import preserved_rng
 from . import units
 from .catalog import RULER, STANDARD, RulerTask
 from .prompts import Fitted, PromptFormat, fit
@@ -349,20 +350,11 @@ def _score(unit: _Unit, lm: Any, options: Options, store: UnitStore) -> UnitResu
 @contextmanager
 def _seeds_of_the_harness() -> Iterator[None]:
     """Its command line's seeds; the caller's random numbers come back untouched."""
-    state, numpy_state, torch_state = (
-        random.getstate(),
-        np.random.get_state(),
-        torch.get_rng_state(),
-    )
-    random.seed(SEED)
-    np.random.seed(NUMPY_SEED)
-    torch.manual_seed(NUMPY_SEED)
-    try:
+    with preserved_rng(torch.device("cpu")):
+        random.seed(SEED)
+        np.random.seed(NUMPY_SEED)
+        torch.manual_seed(NUMPY_SEED)
         yield
-    finally:
-        random.setstate(state)
-        np.random.set_state(numpy_state)
-        torch.set_rng_state(torch_state)
 
 
 class Progress:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import writing
+from ...files import written_whole
 
 FORMAT = 1
 VERSIONS = ("anchorcontext", "lm_eval", "transformers", "torch", "wonderwords")
@@ -89,12 +89,9 @@ class UnitStore:
 
     def save(self, result: UnitResult) -> None:
         """Store a result; a reader sees all of it or nothing."""
-        folder = self.place(result.model, result.task, result.length)
-        with writing("--output", folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            beside = folder / f"unit.json.{os.getpid()}.part"
+        path = self.place(result.model, result.task, result.length) / "unit.json"
+        with writing("--output", path.parent), written_whole(path) as beside:
             beside.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
-            beside.replace(folder / "unit.json")
 
 
 # What a task that is not RULER's is known by, the first that it has.
