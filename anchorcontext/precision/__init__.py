@@ -2,27 +2,24 @@
 
 ::
 
+    models.py       pretrained models and random twins in four dtypes
+    texts.py        token sequences from real documents
     workers.py      threads that each compute alone
     rotary.py       RoPE tables and norms in fp64, from outside
     walk.py         variants of one forward, layer by layer together
     difference.py   how their attention differs, by key column, streamed
     measures.py     equations 4 and 5 of the paper
-    models.py       pretrained models and random twins in four dtypes
-    texts.py        token sequences from real documents
-    settings.py     what `diagnose shift` measures; presets
-    store.py        results on disk, one file a walk and text
-    shift.py        `diagnose shift`: measure what is missing, read what is stored
-    summary.py, figures.py, page.py   means over texts; drawn; as Markdown
-    formats.py      number formats, simulated
-    stages.py       attention with a format at every stage
-    parts.py        a deviation split into what the stages add
-    casting.py      what casting a model does to inv_freq
-    rope.py         `diagnose rope`: the split, on captured heads
-    units.py, sheet.py   small results on disk; what a diagnosis shows
-    rope_sheet.py, rope_figures.py   its tables, readings and figures
-    arms.py, first_token.py, first_token_sheet.py   `diagnose first-token`, the same way
-    gradients.py, gradient_arms.py, gradient_sheet.py   `diagnose gradients`
-    shift_sheet.py, report.py   readings of `diagnose shift`; all on one HTML page
+
+    units.py        results on disk, one file a unit of work
+    sheet.py        what a diagnosis shows: readings, tables, figures
+    report.py       all sheets of a folder on one HTML page
+
+    shift/          `diagnose shift`: attention under shifted positions
+    rope/           `diagnose rope`: which stage of attention rounds how much
+    first_token/    `diagnose first-token`: sink mass or larger error
+    gradients/      `diagnose gradients`: what it does to the gradient
+
+A diagnosis is a folder: settings, what is measured, and its sheet.
 """
 
 from .difference import SUMS, LayerDifferences, attention_differences, attention_rows

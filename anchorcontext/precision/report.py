@@ -17,7 +17,7 @@ TITLE = "Precision: does it break RoPE?"
 ORDER = ("shift", "first-token", "rope", "gradients")
 NOTE = (
     "Readings are sentences made from the numbers below them; nothing is written in advance. Their "
-    "thresholds are constants of anchorcontext/precision/*_sheet.py."
+    "thresholds are constants of anchorcontext/precision/*/sheet.py."
 )
 
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 SUFFIX = ".sheet.json"
 FIGURES = "figures"
+# A column holds more than its due from this multiple of an equal share on.
+STANDS_OUT = 3.0
 # Thresholds of readings: "grows" and "falls" begin at the first ratio, or its inverse; a number is
 # larger than another from the second on.
 CLEAR, LARGER = 1.5, 1.25

@@ -13,8 +13,8 @@ import torch
 
 from anchorcontext.errors import UserError
 from anchorcontext.precision import DeviationSum, LayerAttention, Workers, attention_differences
-from anchorcontext.precision.arms import Vocabulary, check_arm, make_arm
-from anchorcontext.precision.first_token import (
+from anchorcontext.precision.first_token.arms import Vocabulary, check_arm, make_arm
+from anchorcontext.precision.first_token.measure import (
     ArmResult,
     FirstTokenSettings,
     check_first_token_settings,
@@ -23,7 +23,7 @@ from anchorcontext.precision.first_token import (
     run_first_token,
     stored_arms,
 )
-from anchorcontext.precision.first_token_sheet import cause, first_token_readings
+from anchorcontext.precision.first_token.sheet import cause, first_token_readings
 
 VOCABULARY = Vocabulary(size=50, eos=2, special=frozenset({1, 2}))
 TEXT = torch.tensor([1, 7, 9, 7, 11, 12, 7, 13])
@@ -212,7 +212,7 @@ def test_readings_flip_with_the_numbers() -> None:
 
 
 def test_means_over_texts_are_means(model_folder: str) -> None:
-    from anchorcontext.precision.first_token import _mean
+    from anchorcontext.precision.first_token.measure import _mean
 
     values = [{"a": 1.0, "b": {"c": [1.0, 2.0]}}, {"a": 3.0, "b": {"c": [3.0, 6.0]}}]
     assert _mean(values) == {"a": 2.0, "b": {"c": [2.0, 4.0]}}

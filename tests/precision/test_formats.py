@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from anchorcontext.errors import UserError
-from anchorcontext.precision.formats import FORMATS, check_format, lost_positions, round_to
+from anchorcontext.precision.rope.formats import FORMATS, check_format, lost_positions, round_to
 
 
 def numbers() -> torch.Tensor:

@@ -16,16 +16,7 @@ from anchorcontext.cli.diagnose import command
 from anchorcontext.errors import UserError
 from anchorcontext.model import TrainModel, enable
 from anchorcontext.model.memory import checkpoint_layers
-from anchorcontext.precision.gradient_arms import (
-    GradientArm,
-    GradientResult,
-    GradientSettings,
-    check_gradient_settings,
-    run_gradients,
-    stored_gradients,
-)
-from anchorcontext.precision.gradient_sheet import gradient_readings
-from anchorcontext.precision.gradients import (
+from anchorcontext.precision.gradients.compare import (
     Apart,
     TextGradients,
     compare,
@@ -34,6 +25,15 @@ from anchorcontext.precision.gradients import (
     text_gradients,
     total,
 )
+from anchorcontext.precision.gradients.measure import (
+    GradientArm,
+    GradientResult,
+    GradientSettings,
+    check_gradient_settings,
+    run_gradients,
+    stored_gradients,
+)
+from anchorcontext.precision.gradients.sheet import gradient_readings
 from anchorcontext.testing.models import tiny_llama
 
 IDS = torch.arange(48) * 37 % 128

@@ -11,8 +11,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from anchorcontext.errors import UserError
 from anchorcontext.precision import LayerAttention, Workers, attention_rows
-from anchorcontext.precision.parts import Parts, split
-from anchorcontext.precision.stages import (
+from anchorcontext.precision.rope.parts import Parts, split
+from anchorcontext.precision.rope.stages import (
     EXACT,
     STAGES,
     Heads,
@@ -158,7 +158,7 @@ def test_the_split_does_not_depend_on_workers_or_blocks(monkeypatch: pytest.Monk
 
     one, two = once(1), once(2)
     assert (one.ordered == two.ordered).all()
-    monkeypatch.setattr("anchorcontext.precision.parts.BLOCK_ELEMENTS", 17 * TOKENS)
+    monkeypatch.setattr("anchorcontext.precision.rope.parts.BLOCK_ELEMENTS", 17 * TOKENS)
     np.testing.assert_allclose(once(1).ordered, one.ordered, rtol=1e-9, atol=1e-15)
 
 

@@ -10,10 +10,10 @@ from click.testing import CliRunner
 
 from anchorcontext.cli.diagnose import command
 from anchorcontext.precision import Deviation, Setting
-from anchorcontext.precision.settings import ShiftSettings
 from anchorcontext.precision.sheet import Sheet, Table, read_sheets, save_sheet
-from anchorcontext.precision.shift_sheet import shift_readings, shift_sheet
-from anchorcontext.precision.summary import Curve, ShiftSummary
+from anchorcontext.precision.shift.settings import ShiftSettings
+from anchorcontext.precision.shift.sheet import shift_readings, shift_sheet
+from anchorcontext.precision.shift.summary import Curve, ShiftSummary
 
 
 def deviation(

@@ -11,9 +11,8 @@ import torch
 
 from anchorcontext.errors import UserError
 from anchorcontext.precision import LayerAttention, Variant, Workers, walk
-from anchorcontext.precision.casting import CastResult, measure_casts
-from anchorcontext.precision.parts import Parts
-from anchorcontext.precision.rope import (
+from anchorcontext.precision.rope.casting import CastResult, measure_casts
+from anchorcontext.precision.rope.measure import (
     RopeSettings,
     Split,
     capture,
@@ -23,8 +22,9 @@ from anchorcontext.precision.rope import (
     spread,
     stored_splits,
 )
-from anchorcontext.precision.rope_sheet import cast_readings, rope_readings
-from anchorcontext.precision.stages import STAGES, parse_stack, rotate
+from anchorcontext.precision.rope.parts import Parts
+from anchorcontext.precision.rope.sheet import cast_readings, rope_readings
+from anchorcontext.precision.rope.stages import STAGES, parse_stack, rotate
 from anchorcontext.testing.models import tiny_model
 
 IDS = torch.arange(40) * 37 % 128

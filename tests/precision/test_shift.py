@@ -13,17 +13,17 @@ import torch
 
 from anchorcontext.errors import UserError
 from anchorcontext.precision import Setting, Variant, Workers, lab_model, read_config, walk
-from anchorcontext.precision.figures import draw_figures
-from anchorcontext.precision.page import shift_markdown
-from anchorcontext.precision.settings import (
+from anchorcontext.precision.shift.figures import draw_figures
+from anchorcontext.precision.shift.measure import measure, run_shift, stored_results
+from anchorcontext.precision.shift.page import shift_markdown
+from anchorcontext.precision.shift.settings import (
     PAPER_SHIFTS,
     PRESETS,
     ShiftSettings,
     Walk,
     check_settings,
 )
-from anchorcontext.precision.shift import measure, run_shift, stored_results
-from anchorcontext.precision.summary import HEADERS, summarise, summary_report, summary_rows
+from anchorcontext.precision.shift.summary import HEADERS, summarise, summary_report, summary_rows
 from anchorcontext.precision.units import Step
 from anchorcontext.testing.models import tiny_llama
 

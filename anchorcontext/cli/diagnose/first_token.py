@@ -49,13 +49,13 @@ def command(
     """
     from dataclasses import asdict, replace
 
-    from anchorcontext.precision.first_token import (
+    from anchorcontext.precision.first_token.measure import (
         FirstTokenSettings,
         check_first_token_settings,
         run_first_token,
         stored_arms,
     )
-    from anchorcontext.precision.first_token_sheet import draw_first_token, first_token_sheet
+    from anchorcontext.precision.first_token.sheet import draw_first_token, first_token_sheet
     from anchorcontext.precision.workers import Workers
 
     changes = given_lists(given, ("settings", "arms"), ("shifts",))

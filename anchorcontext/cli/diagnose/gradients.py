@@ -46,13 +46,13 @@ def command(
     """
     from dataclasses import asdict, replace
 
-    from anchorcontext.precision.gradient_arms import (
+    from anchorcontext.precision.gradients.measure import (
         GradientSettings,
         check_gradient_settings,
         run_gradients,
         stored_gradients,
     )
-    from anchorcontext.precision.gradient_sheet import draw_gradients, gradient_sheet
+    from anchorcontext.precision.gradients.sheet import draw_gradients, gradient_sheet
 
     changes = given_lists(given, ("arms",), ())
     settings = check_gradient_settings(replace(GradientSettings(model), **changes))

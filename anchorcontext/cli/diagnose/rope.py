@@ -60,15 +60,15 @@ def command(
     """
     from dataclasses import asdict, replace
 
-    from anchorcontext.precision.casting import stored_casts
-    from anchorcontext.precision.rope import (
+    from anchorcontext.precision.rope.casting import stored_casts
+    from anchorcontext.precision.rope.figures import draw_rope
+    from anchorcontext.precision.rope.measure import (
         RopeSettings,
         check_rope_settings,
         run_rope,
         stored_splits,
     )
-    from anchorcontext.precision.rope_figures import draw_rope
-    from anchorcontext.precision.rope_sheet import rope_sheet
+    from anchorcontext.precision.rope.sheet import rope_sheet
     from anchorcontext.precision.workers import Workers
 
     changes = given_lists(given, ("sources", "stacks"), ("layers", "offsets"))

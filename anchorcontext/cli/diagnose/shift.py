@@ -18,8 +18,8 @@ from anchorcontext.cli.diagnose.common import (
 from anchorcontext.errors import UserError
 
 if TYPE_CHECKING:
-    from anchorcontext.precision.settings import ShiftSettings
-    from anchorcontext.precision.summary import ShiftSummary
+    from anchorcontext.precision.shift.settings import ShiftSettings
+    from anchorcontext.precision.shift.summary import ShiftSummary
 
 ALL = "bf16, fp16, fp32 or fp64, of pretrained: or random: weights"
 
@@ -96,9 +96,14 @@ def command(
     a CPU); every part of it can be set.
     """
     from anchorcontext.precision.models import read_config
-    from anchorcontext.precision.settings import check_settings
-    from anchorcontext.precision.shift import run_shift, stored_results
-    from anchorcontext.precision.summary import HEADERS, summarise, summary_report, summary_rows
+    from anchorcontext.precision.shift.measure import run_shift, stored_results
+    from anchorcontext.precision.shift.settings import check_settings
+    from anchorcontext.precision.shift.summary import (
+        HEADERS,
+        summarise,
+        summary_report,
+        summary_rows,
+    )
     from anchorcontext.precision.workers import Workers
 
     settings = read_settings(model, preset, given)
@@ -130,7 +135,7 @@ def read_settings(model: str, preset: str, given: dict[str, Any]) -> ShiftSettin
     from dataclasses import replace
 
     from anchorcontext.precision.models import Setting
-    from anchorcontext.precision.settings import PRESETS
+    from anchorcontext.precision.shift.settings import PRESETS
 
     changes: dict[str, Any] = {}
     for name, value in given.items():
@@ -161,8 +166,8 @@ def _write(
     summary: ShiftSummary, figures: Path | None, markdown: Path | None, line: str
 ) -> list[Path]:
     from anchorcontext.markdown import write_section
-    from anchorcontext.precision.figures import draw_figures
-    from anchorcontext.precision.page import shift_markdown
+    from anchorcontext.precision.shift.figures import draw_figures
+    from anchorcontext.precision.shift.page import shift_markdown
 
     if markdown is not None and figures is None:
         figures = markdown.with_suffix("")  # docs/precision.md -> docs/precision/
@@ -177,9 +182,9 @@ def _write(
 
 def _leave_sheet(summary: ShiftSummary, line: str, out: Path, drawn: list[Path]) -> None:
     """For ``diagnose report``: the sheet and its figures, those of ``drawn`` or new ones."""
-    from anchorcontext.precision.figures import draw_figures
     from anchorcontext.precision.sheet import FIGURES, copy_figures, save_sheet
-    from anchorcontext.precision.shift_sheet import shift_sheet
+    from anchorcontext.precision.shift.figures import draw_figures
+    from anchorcontext.precision.shift.sheet import shift_sheet
 
     stems = [path.stem for path in drawn]
     save_sheet(shift_sheet(summary, line, stems), out)

@@ -20,10 +20,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..errors import UserError
-from ..model import TrainModel
-from ..parallel import make_plan, shard
-from ..window import Window
+from ...errors import UserError
+from ...model import TrainModel
+from ...parallel import make_plan, shard
+from ...window import Window
 
 GROUPS = {
     "embedding": r"embed_tokens|lm_head",

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..errors import UserError
+from ...errors import UserError
 from .formats import FORMATS, check_format, round_to
 
 STAGES = (

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from .difference import Scores, attention_differences
-from .measures import Deviation, DeviationSum
-from .models import lab_model, model_digest
-from .rotary import Rotary
+from ..difference import Scores, attention_differences
+from ..measures import Deviation, DeviationSum
+from ..models import lab_model, model_digest
+from ..rotary import Rotary
+from ..texts import Text, read_texts
+from ..units import Step, Tell
+from ..walk import Variant, walk
+from ..workers import Workers
 from .settings import KINDS, ShiftSettings, Walk
 from .store import ResultStore, WalkResult
-from .texts import Text, read_texts
-from .units import Step, Tell
-from .walk import Variant, walk
-from .workers import Workers
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def measure(
     """The deviations of one walk over one text, by (shift, length).
 
     Args:
-        model, rotary: from :func:`~.models.lab_model`.
+        model, rotary: from :func:`~..models.lab_model`.
         input_ids: int64, at least ``todo.tokens`` of them.
         after_layer: called with the number of layers that are done.
     """

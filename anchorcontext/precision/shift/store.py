@@ -21,9 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import writing
-from ..files import written_whole
-from .measures import Deviation
+from ...errors import writing
+from ...files import written_whole
+from ..measures import Deviation
 from .settings import Walk
 
 logger = logging.getLogger(__name__)

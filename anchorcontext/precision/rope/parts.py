@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ..workers import Workers
 from .stages import (
     EXACT,
     ROTATED,
@@ -40,7 +41,6 @@ from .stages import (
     scores_of,
     weights_of,
 )
-from .workers import Workers
 
 KINDS = ("exact", "twin")
 QUANTITIES = ("probability", "score", "output")

@@ -17,17 +17,17 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from ..data.tokenizer import load_tokenizer
-from ..errors import UserError
+from ...data.tokenizer import load_tokenizer
+from ...errors import UserError
+from ..difference import attention_differences
+from ..measures import FORMS, WEIGHTS, Deviation, DeviationSum, column_bins, rows_of
+from ..models import Setting, lab_model, model_digest, read_config
+from ..rotary import Rotary
+from ..texts import Text, read_texts
+from ..units import Progress, Tell, Unit, UnitStore
+from ..walk import Variant, walk
+from ..workers import Workers
 from .arms import EXCLUDED, PLAIN, Arm, Vocabulary, check_arm, make_arm
-from .difference import attention_differences
-from .measures import FORMS, WEIGHTS, Deviation, DeviationSum, column_bins, rows_of
-from .models import Setting, lab_model, model_digest, read_config
-from .rotary import Rotary
-from .texts import Text, read_texts
-from .units import Progress, Tell, Unit, UnitStore
-from .walk import Variant, walk
-from .workers import Workers
 
 RESULT_VERSION = 1
 
@@ -38,11 +38,11 @@ class FirstTokenSettings:
 
     Attributes:
         model: Hugging Face model folder.
-        settings: weights and dtypes, see :class:`~.models.Setting`.
+        settings: weights and dtypes, see :class:`~..models.Setting`.
         arms: see :mod:`.arms`.
         shifts: the reference's (Delta_2) and the other one's (Delta_1).
         tokens: T.
-        texts, source, seed: see :func:`~.texts.read_texts`.
+        texts, source, seed: see :func:`~..texts.read_texts`.
     """
 
     model: str

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..markdown import markdown_table
-from .measures import FORMS
+from ...markdown import markdown_table
+from ..measures import FORMS
 from .summary import Curve, ShiftSummary
 
 

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .gradient_arms import GradientArm, GradientResult, GradientSettings
-from .gradients import GROUPS, HEADS, Apart, layer_of, total
-from .sheet import LARGER, Sheet, Table
+from ..sheet import LARGER, Sheet, Table
+from .compare import GROUPS, HEADS, Apart, layer_of, total
+from .measure import GradientArm, GradientResult, GradientSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -40,7 +40,7 @@ def gradient_sheet(
 
 def distance(result: GradientResult, against: str = "fp32", **wanted: object) -> float:
     """|a - r| / |r|, mean over texts; of all parameters, or of a group, a layer (see
-    :func:`~.gradients.total`)."""
+    :func:`~.compare.total`)."""
     return _mean(result, against, lambda apart: apart.relative, **wanted)
 
 
@@ -228,7 +228,7 @@ def draw_gradients(results: Sequence[GradientResult]) -> dict[str, Figure]:
     Raises:
         UserError: matplotlib is not installed.
     """
-    from ..watch.draw import new_figure
+    from ...watch.draw import new_figure
 
     panels: list[tuple[str, str, dict[str, object]]] = [
         ("parameters, against fp32", "fp32", {}),

@@ -20,10 +20,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from ..model import TrainModel, enable
-from ..model.quiet import quiet_progress
-from ..model.rope import cast_parameters, expected_inv_freq, rotary_modules
-from .units import Unit, UnitStore
+from ...model import TrainModel, enable
+from ...model.quiet import quiet_progress
+from ...model.rope import cast_parameters, expected_inv_freq, rotary_modules
+from ..units import Unit, UnitStore
 
 FAR = 131_072
 EXACT_ENOUGH = 1e-6
@@ -190,7 +190,7 @@ def _deepspeed_table(ours: bool, head_dim: int, theta: float) -> tuple[list[floa
     """Runs in a process of its own."""
     import deepspeed
 
-    from ..train.engine import quiet_deepspeed, without_compiled_operators
+    from ...train.engine import quiet_deepspeed, without_compiled_operators
 
     without_compiled_operators()
     os.environ["LOCAL_RANK"] = "0"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .rope import Split
-from .rope_sheet import find, mean_shares, mean_total
+from .measure import Split
+from .sheet import find, mean_shares, mean_total
 from .stages import STAGES, parse_stack
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def draw_rope(splits: Sequence[Split], shift: int) -> dict[str, Figure]:
     Raises:
         UserError: matplotlib is not installed.
     """
-    from ..watch.draw import new_figure
+    from ...watch.draw import new_figure
 
     sources = list(dict.fromkeys(s.source for s in splits))
     drawn = {}

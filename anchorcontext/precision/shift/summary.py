@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from .measures import FORMS, WEIGHTS, Deviation, column_bins
-from .models import Setting
+from ..measures import FORMS, WEIGHTS, Deviation, column_bins
+from ..models import Setting
 from .settings import ShiftSettings, Walk
 from .store import WalkResult
 
@@ -58,7 +58,7 @@ class ShiftSummary:
 def summarise(
     settings: ShiftSettings, results: Mapping[Walk, Sequence[WalkResult]]
 ) -> ShiftSummary:
-    """The means of :func:`~.shift.stored_results`, at least one text of each walk in it."""
+    """The means of :func:`~.measure.stored_results`, at least one text of each walk in it."""
     curves = []
     domains = {}
     for walk, found in results.items():

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 
 from transformers import PreTrainedConfig
 
-from ..errors import UserError
-from .difference import Scores
-from .models import Setting
+from ...errors import UserError
+from ..difference import Scores
+from ..models import Setting
 
 PANELS = ("shift", "token", "length")
 KINDS = ("length", "shift")
@@ -66,9 +66,9 @@ class ShiftSettings:
         length_shift: Delta_1 against length.
         lengths: tokens, rising.
         panels: which of the paper's three panels; "token" needs the walk of "shift".
-        texts: number of sequences; source, seed: see :func:`~.texts.read_texts`.
-        scores: see :mod:`~.difference`.
-        same_input: see :func:`~.walk.walk`.
+        texts: number of sequences; source, seed: see :func:`~..texts.read_texts`.
+        scores: see :mod:`~..difference`.
+        same_input: see :func:`~..walk.walk`.
         extrapolate: allow positions past the model's trained length.
     """
 

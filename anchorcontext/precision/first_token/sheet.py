@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..sheet import LARGER, STANDS_OUT, Sheet, Table
 from .arms import EXCLUDED, PLAIN
-from .first_token import ArmResult, FirstTokenSettings
-from .sheet import LARGER, Sheet, Table
+from .measure import ArmResult, FirstTokenSettings
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-# A column holds more than its due from this multiple of an equal share on.
-STANDS_OUT = 3.0
 
 
 def first_token_sheet(
@@ -218,7 +215,7 @@ def draw_first_token(results: Sequence[ArmResult]) -> dict[str, Figure]:
     Raises:
         UserError: matplotlib is not installed.
     """
-    from ..watch.draw import new_figure
+    from ...watch.draw import new_figure
 
     plain = [r for r in results if r.arm == PLAIN]
     columns = new_figure(width=13.0, height=4.2)

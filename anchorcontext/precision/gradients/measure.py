@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from ..config.sections import ModelSection, PrecisionSection
-from ..errors import UserError
-from ..model import TrainModel
-from ..model.load import build_model
-from ..model.rope import cast_parameters
-from .gradients import Apart, TextGradients, compare, text_gradients
-from .models import model_digest, read_config
-from .texts import read_texts
-from .units import Progress, Tell, Unit, UnitStore
+from ...config.sections import ModelSection, PrecisionSection
+from ...errors import UserError
+from ...model import TrainModel
+from ...model.load import build_model
+from ...model.rope import cast_parameters
+from ..models import model_digest, read_config
+from ..texts import read_texts
+from ..units import Progress, Tell, Unit, UnitStore
+from .compare import Apart, TextGradients, compare, text_gradients
 
 RESULT_VERSION = 1
 CONTROLS = ("rope_tables", "rotation", "qk", "weights")
@@ -84,7 +84,7 @@ class GradientSettings:
         model: Hugging Face model folder.
         arms: see :class:`GradientArm`.
         tokens: T.
-        texts, source, seed: see :func:`~.texts.read_texts`.
+        texts, source, seed: see :func:`~..texts.read_texts`.
     """
 
     model: str
@@ -111,7 +111,7 @@ class GradientResult:
     """One arm: for each text, its loss and how far its gradient is from others'.
 
     ``against`` maps "fp32" (the reference) and, of a shifted arm, "unshifted" (the same arm at
-    shift 0) to one mapping a text, from a tensor's name to :class:`~.gradients.Apart`.
+    shift 0) to one mapping a text, from a tensor's name to :class:`~.compare.Apart`.
     """
 
     arm: str

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..errors import UserError
-from ..model.rope import expected_inv_freq
-from .models import Setting, lab_model, model_digest, read_config
+from ...errors import UserError
+from ...model.rope import expected_inv_freq
+from ..models import Setting, lab_model, model_digest, read_config
+from ..rotary import Rotary
+from ..texts import read_texts
+from ..units import Progress, Tell, Unit, UnitStore
+from ..walk import Variant, walk
+from ..workers import Workers
 from .parts import Parts, split
-from .rotary import Rotary
 from .stages import Heads, parse_stack
-from .texts import read_texts
-from .units import Progress, Tell, Unit, UnitStore
-from .walk import Variant, walk
-from .workers import Workers
 
 NORMAL = "normal"
 NORMAL_HEADS = 4
@@ -47,7 +47,7 @@ class RopeSettings:
         shift: of the twin.
         tokens: T.
         heads: query heads measured of each layer, evenly spread.
-        texts, source, seed: see :func:`~.texts.read_texts`; ``seed`` also of random weights and
+        texts, source, seed: see :func:`~..texts.read_texts`; ``seed`` also of random weights and
             normal numbers.
     """
 

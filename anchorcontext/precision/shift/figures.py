@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..watch.draw import DOCUMENT_COLORS, new_figure, save_figure
-from .measures import FORMS, WEIGHTS, Deviation, column_bins
+from ...watch.draw import DOCUMENT_COLORS, new_figure, save_figure
+from ..measures import FORMS, WEIGHTS, Deviation, column_bins
 from .summary import Curve, ShiftSummary
 
 if TYPE_CHECKING:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from .first_token_sheet import STANDS_OUT
-from .sheet import CLEAR, LARGER, Sheet, Table
+from ..sheet import CLEAR, LARGER, STANDS_OUT, Sheet, Table
 from .summary import HEADERS, Curve, ShiftSummary, summary_rows
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
+from ..sheet import CLEAR, Sheet, Table
 from .casting import FAR, CastResult
 from .formats import lost_positions
+from .measure import RopeSettings, Split
 from .parts import KINDS, QUANTITIES
-from .rope import RopeSettings, Split
-from .sheet import CLEAR, Sheet, Table
 from .stages import STAGES, parse_stack
 
 # A part is named in a reading from this share of the whole on.

@@ -1,0 +1,12 @@
+"""``diagnose rope``: attention's rounding error, split into the stages it comes from.
+
+::
+
+    formats.py     number formats, simulated
+    stages.py      attention with a format at every stage
+    parts.py       a deviation split into what the stages add
+    measure.py     the split, on captured heads
+    casting.py     what casting a model does to inv_freq
+    sheet.py       tables and readings
+    figures.py     drawn
+"""
