@@ -52,7 +52,7 @@ def command(
     if out is None:
         raise UserError("--out is missing: name the folder to make, or give --scores")
     from anchorcontext.evaluate.average import average_weights
-    from anchorcontext.evaluate.harness.target import find_targets
+    from anchorcontext.evaluate.target import find_targets
 
     targets = find_targets(sources, snapshots=snapshots or 1, apart=apart)
     with writing("--out", out):

@@ -12,7 +12,7 @@ from anchorcontext.errors import writing
 
 if TYPE_CHECKING:
     from anchorcontext.evaluate.by_position import PositionOptions
-    from anchorcontext.evaluate.harness.target import Target
+    from anchorcontext.evaluate.target import Target
 
 FIGURE = "loss_by_position.png"
 

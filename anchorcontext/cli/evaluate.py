@@ -26,7 +26,7 @@ from anchorcontext.errors import UserError, writing
 
 if TYPE_CHECKING:
     from anchorcontext.evaluate.harness.run import Options
-    from anchorcontext.evaluate.harness.target import Target
+    from anchorcontext.evaluate.target import Target
 
 # A kind of task -> "module:function", imported when such a task is asked for. The function takes
 # (targets, tasks, options, output, say) and returns a Part.
@@ -191,7 +191,6 @@ def command(
     from anchorcontext.evaluate.harness.catalog import (
         LOSS_BY_POSITION,
         expand_tasks,
-        parse_lengths,
     )
 
     # Mistyped lengths and names are refused before torch and transformers are imported.
@@ -201,7 +200,7 @@ def command(
     from anchorcontext.evaluate.by_position import PositionOptions
     from anchorcontext.evaluate.harness.run import Options
     from anchorcontext.evaluate.harness.sources import Sources
-    from anchorcontext.evaluate.harness.target import find_targets
+    from anchorcontext.evaluate.target import find_targets
 
     options: dict[str, Any] = {}
     options["harness"] = Options(

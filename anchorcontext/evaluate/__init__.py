@@ -11,6 +11,8 @@
 
     live.py        the three measures that a run takes between its steps
 
+    target.py      a Hugging Face folder, a run, a checkpoint, snapshots
+    lengths.py     4K is 4,096
     by_position.py models on disk, over the launcher's ranks
     average.py     the mean of snapshots' weights
     scores.py      scores in result files, and their means over snapshots

@@ -27,7 +27,7 @@ from ..train.export import exported_config
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from .harness.target import Target
+    from .target import Target
 
 VOLATILE = ("transformers_version", "_name_or_path", "architectures")
 """Keys of a model's config that say nothing about its weights."""

@@ -25,6 +25,7 @@ from ..train.checkpoint_files import CONFIG
 from ..train.export import export_checkpoint
 from ..train.launch import Process, start_process
 from .documents import HeldOutDocuments
+from .lengths import length_label
 from .positions import (
     PositionBucket,
     check_context,
@@ -40,7 +41,7 @@ from .tally import Tally, tally
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from .harness.target import Target
+    from .target import Target
 
 CHARACTERS_A_TOKEN = 16
 """Text read beyond this many characters a token wanted is not tokenised: none is that dense."""
@@ -319,7 +320,7 @@ def draw_positions(reports: Sequence[PositionReport], path: Path) -> None:
             axes.plot(x, y, style, color=color, label=f"{report.model}{short}")
     axes.set_xscale("log", base=2)
     ends = [bucket.stop for bucket in reports[0].buckets]
-    axes.set_xticks(ends, [f"{end // 1024}K" if end % 1024 == 0 else f"{end:,}" for end in ends])
+    axes.set_xticks(ends, [length_label(end) for end in ends])
     axes.set_xlabel("tokens before the target, up to")
     axes.set_ylabel("nats a target")
     axes.grid(alpha=0.2)

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 from anchorcontext.cli import group
 from anchorcontext.data.tokenizer import train_tokenizer
 from anchorcontext.evaluate.average import average_weights
-from anchorcontext.evaluate.harness.target import find_targets
 from anchorcontext.evaluate.scores import average_scores
+from anchorcontext.evaluate.target import find_targets
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_llama
 from anchorcontext.train.consolidate import load_consolidated_state_dict

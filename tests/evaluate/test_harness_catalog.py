@@ -9,6 +9,7 @@ import pytest
 from anchorcontext.errors import UserError
 from anchorcontext.evaluate.harness import catalog
 from anchorcontext.evaluate.harness.require import require_harness
+from anchorcontext.evaluate.lengths import length_label, parse_lengths
 
 
 def test_presets_are_the_papers_sets():
@@ -36,15 +37,15 @@ def test_an_unknown_task_is_refused_with_the_nearest_names(asked, message):
 
 
 def test_both_meanings_of_4k_are_available_and_labelled():
-    lengths = catalog.parse_lengths("4096,4000,128K,4k")
+    lengths = parse_lengths("4096,4000,128K,4k")
     assert lengths == [4000, 4096, 131072]
-    assert [catalog.length_label(n) for n in lengths] == ["4,000", "4K", "128K"]
+    assert [length_label(n) for n in lengths] == ["4,000", "4K", "128K"]
 
 
 @pytest.mark.parametrize("asked", ["4.5K", "-1", "", "100", "4M"])
 def test_a_length_that_is_none_is_refused(asked):
     with pytest.raises(UserError, match="--lengths"):
-        catalog.parse_lengths(asked)
+        parse_lengths(asked)
 
 
 def test_published_rows_are_found_by_length():

@@ -3,8 +3,9 @@
 import pytest
 
 from anchorcontext.evaluate.harness.catalog import PRESETS
+from anchorcontext.evaluate.harness.progress import Progress
 from anchorcontext.evaluate.harness.report import markdown, score_rows, summarize
-from anchorcontext.evaluate.harness.run import Findings, Progress
+from anchorcontext.evaluate.harness.run import Findings
 from anchorcontext.evaluate.harness.units import UnitResult, UnitStore, fingerprint, read_score
 
 

@@ -21,7 +21,7 @@ from anchorcontext.evaluate.harness.report import summarize
 from anchorcontext.evaluate.harness.ruler import ruler_rows
 from anchorcontext.evaluate.harness.run import Options, open_model, run_units, score_fitted
 from anchorcontext.evaluate.harness.sources import Sources
-from anchorcontext.evaluate.harness.target import find_targets, put_in_front
+from anchorcontext.evaluate.target import find_targets, put_in_front
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_model
 from anchorcontext.testing.readers import ConstantReader, FirstNeedleReader, PerfectReader

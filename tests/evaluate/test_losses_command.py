@@ -11,7 +11,7 @@ from anchorcontext.cli import group
 from anchorcontext.data.tokenizer import train_tokenizer
 from anchorcontext.errors import UserError
 from anchorcontext.evaluate.by_position import PositionOptions, measure_positions
-from anchorcontext.evaluate.harness.target import find_targets
+from anchorcontext.evaluate.target import find_targets
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_llama
 from anchorcontext.train.loop import train

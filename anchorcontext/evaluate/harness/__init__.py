@@ -8,9 +8,9 @@
     sources.py     the haystack and the questions: local files, or what is cached
     ruler.py       prompts of RULER's tasks, made by the harness's own generators
     prompts.py     what the model reads: chat template, answer prefix, BOS; the length budget
-    target.py      what is evaluated: a Hugging Face folder, a run, a checkpoint, snapshots
     units.py       one model, one task, one length: stored whole, never computed twice
-    run.py         all units, with progress
+    progress.py    how far it is
+    run.py         all units
     report.py      the tables
 
 The harness (extra ``eval``) is imported only when a task of it runs.

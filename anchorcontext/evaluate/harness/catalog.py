@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import UserError
+from ..lengths import length_label
 
 Source = Literal["none", "haystack", "squad", "hotpotqa"]
 
@@ -73,8 +73,6 @@ PUBLISHED = {
     "anchor, tag": (89.09, 84.07, 83.07, 75.77, 74.67, 65.46),
 }
 
-SMALLEST_LENGTH = 256
-
 
 def expand_tasks(asked: str | Iterable[str]) -> list[str]:
     """Names as the harness has them, presets spelt out, each once, in the order asked.
@@ -95,34 +93,6 @@ def expand_tasks(asked: str | Iterable[str]) -> list[str]:
     if not found:
         raise UserError(f"--tasks {asked!r}: name at least one task, such as {_some_names()}")
     return list(found)
-
-
-def parse_lengths(asked: str) -> list[int]:
-    """Lengths in tokens from ``4096,8K,4000``, ascending; K is 1,024.
-
-    Raises:
-        UserError: not a number, or shorter than any task's prompt.
-    """
-    lengths = set()
-    for part in filter(None, (part.strip() for part in asked.split(","))):
-        match = re.fullmatch(r"(\d[\d_]*)([kK]?)", part)
-        if match is None:
-            raise UserError(f"--lengths {part!r}: a number of tokens, such as 4096, 4000 or 4K")
-        length = int(match[1]) * (1024 if match[2] else 1)
-        if length < SMALLEST_LENGTH:
-            raise UserError(
-                f"--lengths {part}: no task's prompt and answer fit {length} tokens; ask for "
-                f"{SMALLEST_LENGTH} or more"
-            )
-        lengths.add(length)
-    if not lengths:
-        raise UserError("--lengths: name at least one, such as 4096")
-    return sorted(lengths)
-
-
-def length_label(length: int) -> str:
-    """``4K`` for 4,096 tokens, ``4,000`` for 4,000: the two are not the same test."""
-    return f"{length // 1024}K" if length % 1024 == 0 else f"{length:,}"
 
 
 def published_score(row: str, length: int) -> float | None:

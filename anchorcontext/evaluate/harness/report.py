@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...markdown import markdown_table
-from .catalog import PRESETS, PUBLISHED, RULER, length_label, published_score
+from ..lengths import length_label
+from .catalog import PRESETS, PUBLISHED, RULER, published_score
 from .require import UNTRAINED
 from .run import Findings
 from .sources import PUBLISHED_TEXT

@@ -6,7 +6,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -19,13 +19,14 @@ import torch
 from ...data.tokenizer import tokenizer_digest
 from ...errors import UserError
 from ..tally import preserved_rng
+from ..target import Target
 from . import units
 from .catalog import RULER, STANDARD, RulerTask
+from .progress import Progress, Say
 from .prompts import Fitted, PromptFormat, fit
 from .require import hub, quiet, require_harness, sentence_splitter
 from .ruler import NUMPY_SEED, SEED
 from .sources import Sources
-from .target import Target
 from .units import UnitResult, UnitStore, read_score, write_harness_files
 
 if TYPE_CHECKING:
@@ -38,7 +39,6 @@ BATCH_TOKENS = 16384
 RULER_SAMPLES = 500
 ROOMY = 8192  # tokens that every task's smallest prompt fits
 DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -355,34 +355,3 @@ def _seeds_of_the_harness() -> Iterator[None]:
         np.random.seed(NUMPY_SEED)
         torch.manual_seed(NUMPY_SEED)
         yield
-
-
-class Progress:
-    """Tells after each unit how far the whole is and how long the rest may take."""
-
-    def __init__(self, work: Sequence[float], say: Say) -> None:
-        self.units, self.left, self.say = len(work), sum(work), say
-        self.done = 0
-        self.seconds = self.worked = 0.0
-
-    def skip(self, work: float) -> None:
-        """A unit was stored already."""
-        self.done += 1
-        self.left -= work
-
-    def step(self, work: float, label: str, result: UnitResult) -> None:
-        """A unit was computed."""
-        self.skip(work)
-        self.seconds += result.seconds
-        self.worked += work
-        rest = self.left * self.seconds / self.worked
-        ahead = f"; about {_clock(rest)} to go" if self.done < self.units else ""
-        self.say(
-            f"[{self.done}/{self.units}] {label}: {result.score:.2f} in "
-            f"{_clock(result.seconds)}{ahead}"
-        )
-
-
-def _clock(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...config import Config, load_config
-from ...data.tokenizer import load_tokenizer, resolve_anchor
-from ...errors import UserError
+from ..config import Config, load_config
+from ..data.tokenizer import load_tokenizer, resolve_anchor
+from ..errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class Target:
         and 64 blocks spread over it. (Manifests have no checksums of torch's archives.)"""
         hasher = hashlib.blake2b(digest_size=16)
         if self.is_checkpoint:
-            from ...train.checkpoint_files import MANIFEST
+            from ..train.checkpoint_files import MANIFEST
 
             described, files = self.path / MANIFEST, self.path.rglob("*.pt")
         else:
@@ -80,7 +80,7 @@ class Target:
         if not self.is_checkpoint:
             yield self.path
             return
-        from ...train.export import export_checkpoint
+        from ..train.export import export_checkpoint
 
         holder = Path(tempfile.mkdtemp(prefix="anchorcontext-"))
         try:
@@ -149,8 +149,8 @@ def put_in_front(tokenizer: PreTrainedTokenizerBase, token: int) -> None:
 
 def _paths(source: Path, snapshots: int, apart: int | None) -> list[Path]:
     """The folders with weights that one argument means."""
-    from ...train.checkpoint_files import MANIFEST, find_checkpoints
-    from ...train.export import find_checkpoint
+    from ..train.checkpoint_files import MANIFEST, find_checkpoints
+    from ..train.export import find_checkpoint
 
     if source.suffix in (".yaml", ".yml") and source.is_file():
         run = load_config(source).run
@@ -182,7 +182,7 @@ def _paths(source: Path, snapshots: int, apart: int | None) -> list[Path]:
 
 
 def _target(path: Path, tokenizer: Path | None, bos: bool | None) -> Target:
-    from ...train.checkpoint_files import CONFIG, HF, MANIFEST
+    from ..train.checkpoint_files import CONFIG, HF, MANIFEST
 
     path = path.resolve()
     if (path / MANIFEST).is_file():
@@ -203,7 +203,7 @@ def _target(path: Path, tokenizer: Path | None, bos: bool | None) -> Target:
 
 
 def _trained_with(config: Config) -> Path:
-    from ...train.export import prepared_tokenizer
+    from ..train.export import prepared_tokenizer
 
     folder = prepared_tokenizer(config)
     if folder is None:

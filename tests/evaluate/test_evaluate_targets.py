@@ -11,7 +11,7 @@ from anchorcontext.config.load import resolved_yaml
 from anchorcontext.data.store import TOKENIZER
 from anchorcontext.data.tokenizer import train_tokenizer
 from anchorcontext.errors import UserError
-from anchorcontext.evaluate.harness.target import find_targets
+from anchorcontext.evaluate.target import find_targets
 from anchorcontext.testing.models import tiny_model
 from anchorcontext.train.checkpoint_files import write_manifest
 
