@@ -188,10 +188,8 @@ def command(
     Nothing is downloaded unless --download says so: a task whose texts are not on this machine is
     skipped by name. Exits 1 when a task was skipped.
     """
-    from anchorcontext.evaluate.harness.catalog import (
-        LOSS_BY_POSITION,
-        expand_tasks,
-    )
+    from anchorcontext.evaluate.harness.catalog import LOSS_BY_POSITION, expand_tasks
+    from anchorcontext.evaluate.lengths import parse_lengths
 
     # Mistyped lengths and names are refused before torch and transformers are imported.
     tokens = tuple(parse_lengths(lengths))
