@@ -17,13 +17,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..config.sections import SourceSection
-from ..data.sources import Document, ProblemLog, open_source, read_documents
-from ..data.tokenizer import load_tokenizer, resolve_anchor
+from ..data.sources import Document, ProblemLog, Source, open_source, read_documents
+from ..data.tokenizer import load_tokenizer, resolve_anchor, tokenizer_digest
 from ..errors import UserError
 
 if TYPE_CHECKING:
@@ -82,14 +82,28 @@ def read_texts(
     return texts
 
 
-def _documents(source: str | None, seed: int) -> dict[str, list[Document]]:
-    """The documents of each domain, shuffled."""
+def corpus_digest(tokenizer_path: str, source: str | None) -> dict[str, Any]:
+    """What texts are made of: it changes when the source's files or the tokenizer may have.
+
+    Raises:
+        UserError: no tokenizer or no source there.
+    """
+    tokenizer = tokenizer_digest(load_tokenizer(tokenizer_path))
+    return {"source": source, **_open(source).digest(), "tokenizer": tokenizer}
+
+
+def _open(source: str | None) -> Source:
     section = SourceSection(
         name="stdlib" if source is None else Path(source).name.split(".")[0],
         path=source,
         kind="stdlib" if source is None else "auto",
     )
-    opened = open_source(section, "--source")
+    return open_source(section, "--source")
+
+
+def _documents(source: str | None, seed: int) -> dict[str, list[Document]]:
+    """The documents of each domain, shuffled."""
+    opened = _open(source)
     domains: dict[str, list[Document]] = {}
     for document in islice(read_documents([opened], ProblemLog("skip")), MOST_DOCUMENTS):
         domains.setdefault(document.source.removeprefix("stdlib/"), []).append(document)

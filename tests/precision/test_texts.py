@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 
 from anchorcontext.data.tokenizer import load_tokenizer
 from anchorcontext.errors import UserError
+from anchorcontext.precision.first_token.measure import FirstTokenSettings, first_token_units
+from anchorcontext.precision.gradients.measure import GradientSettings, gradient_units
+from anchorcontext.precision.rope.measure import RopeSettings, rope_units
 from anchorcontext.precision.texts import read_texts
 
 
@@ -47,3 +52,28 @@ def test_too_few_tokens_name_what_there_is(short_model: Path, corpus: Path) -> N
 def test_a_source_that_is_not_there(short_model: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         read_texts(str(short_model), 1, 10, source="nowhere")
+
+
+def test_units_know_the_corpus_and_the_tokenizer(
+    short_model: Path, corpus: Path, tmp_path: Path
+) -> None:
+    model, source = shutil.copytree(short_model, tmp_path / "model"), tmp_path / "corpus"
+    shutil.copytree(corpus, source)
+
+    def facts() -> list[object]:
+        where = {"model": str(model), "source": str(source)}
+        return [
+            gradient_units(GradientSettings(**where, arms=("bf16",)))[0].facts,
+            first_token_units(FirstTokenSettings(**where))[0].facts,
+            rope_units(RopeSettings(**where, sources=("pretrained:bf16",), layers=(0,)))[0].facts,
+        ]
+
+    first = facts()
+    assert facts() == first
+    (source / "one_more.txt").write_text("A document that was not there before.")
+    second = facts()
+    assert all(a != b for a, b in zip(first, second, strict=True))
+    rules = json.loads((model / "tokenizer.json").read_text())
+    rules["added_tokens"].append({**rules["added_tokens"][0], "id": 10_000, "content": "<more>"})
+    (model / "tokenizer.json").write_text(json.dumps(rules))
+    assert all(a != b for a, b in zip(second, facts(), strict=True))

@@ -23,13 +23,13 @@ from ..difference import attention_differences
 from ..measures import FORMS, WEIGHTS, Deviation, DeviationSum, column_bins, rows_of
 from ..models import Setting, lab_model, model_digest, read_config
 from ..rotary import Rotary
-from ..texts import Text, read_texts
+from ..texts import Text, corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
 from ..walk import Variant, walk
 from ..workers import Workers
 from .arms import EXCLUDED, PLAIN, Arm, Vocabulary, check_arm, make_arm
 
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,7 @@ def check_first_token_settings(settings: FirstTokenSettings) -> FirstTokenSettin
 def first_token_units(settings: FirstTokenSettings) -> list[Unit]:
     """Every arm of every setting, text by text."""
     digest = model_digest(settings.model)
+    texts = corpus_digest(settings.model, settings.source)
     return [
         Unit(
             f"{setting} {arm} text {text}",
@@ -122,7 +123,7 @@ def first_token_units(settings: FirstTokenSettings) -> list[Unit]:
                 "shifts": settings.shifts,
                 "tokens": settings.tokens,
                 "model": digest,
-                "texts": settings.source,
+                "texts": texts,
                 "seed": settings.seed,
             },
             1.5 if setting.endswith("fp32") else 1.0,

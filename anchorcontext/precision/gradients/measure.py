@@ -23,11 +23,11 @@ from ...model import TrainModel
 from ...model.load import build_model
 from ...model.rope import cast_parameters
 from ..models import model_digest, read_config
-from ..texts import read_texts
+from ..texts import corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
 from .compare import Apart, TextGradients, compare, text_gradients
 
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 CONTROLS = ("rope_tables", "rotation", "qk", "weights")
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 REFERENCE = "fp32"
@@ -145,6 +145,7 @@ def check_gradient_settings(settings: GradientSettings) -> GradientSettings:
 def gradient_units(settings: GradientSettings) -> list[Unit]:
     """Every arm, text by text."""
     digest = model_digest(settings.model)
+    texts = corpus_digest(settings.model, settings.source)
     return [
         Unit(
             f"{arm} text {text}",
@@ -153,7 +154,7 @@ def gradient_units(settings: GradientSettings) -> list[Unit]:
                 "text": text,
                 "tokens": settings.tokens,
                 "model": digest,
-                "texts": settings.source,
+                "texts": texts,
                 "seed": settings.seed,
             },
         )

@@ -21,7 +21,7 @@ from ...errors import UserError
 from ...model.rope import expected_inv_freq
 from ..models import Setting, lab_model, model_digest, read_config
 from ..rotary import Rotary
-from ..texts import read_texts
+from ..texts import corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
 from ..walk import Variant, walk
 from ..workers import Workers
@@ -30,7 +30,7 @@ from .stages import Heads, parse_stack
 
 NORMAL = "normal"
 NORMAL_HEADS = 4
-RESULT_VERSION = 1
+RESULT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -127,6 +127,7 @@ def check_rope_settings(settings: RopeSettings) -> RopeSettings:
 def rope_units(settings: RopeSettings) -> list[Unit]:
     """Every stack at every offset, of every layer of every source."""
     digest = model_digest(settings.model)
+    texts = corpus_digest(settings.model, settings.source)
     units = []
     for source in settings.sources:
         synthetic = source == NORMAL
@@ -145,7 +146,7 @@ def rope_units(settings: RopeSettings) -> list[Unit]:
                             "tokens": settings.tokens,
                             "heads": settings.heads,
                             "model": digest,
-                            "texts": None if synthetic else settings.source,
+                            "texts": None if synthetic else texts,
                             "seed": settings.seed,
                         }
                         name = f"{source} layer {layer} text {text} {stack} offset {offset}"
