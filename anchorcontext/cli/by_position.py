@@ -19,7 +19,6 @@ FIGURE = "loss_by_position.png"
 
 def run_by_position(
     targets: Sequence[Target],
-    tasks: Sequence[str],
     options: PositionOptions,
     output: Path,
     say: Callable[[str], None],

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib
-import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -27,13 +24,6 @@ from anchorcontext.errors import UserError, writing
 if TYPE_CHECKING:
     from anchorcontext.evaluate.harness.run import Options
     from anchorcontext.evaluate.target import Target
-
-# A kind of task -> "module:function", imported when such a task is asked for. The function takes
-# (targets, tasks, options, output, say) and returns a Part.
-RUNNERS = {
-    "harness": "anchorcontext.cli.evaluate:run_harness",
-    "loss-by-position": "anchorcontext.cli.by_position:run_by_position",
-}
 
 
 @dataclass(frozen=True)
@@ -192,16 +182,16 @@ def command(
     from anchorcontext.evaluate.lengths import parse_lengths
 
     # Mistyped lengths and names are refused before torch and transformers are imported.
-    tokens = tuple(parse_lengths(lengths))
-    kinds = _by_kind(expand_tasks(tasks))
+    tokens, asked = tuple(parse_lengths(lengths)), expand_tasks(tasks)
+    of_harness = [task for task in asked if task != LOSS_BY_POSITION]
 
+    from anchorcontext.cli.by_position import run_by_position
     from anchorcontext.evaluate.by_position import PositionOptions
     from anchorcontext.evaluate.harness.run import Options
     from anchorcontext.evaluate.harness.sources import Sources
     from anchorcontext.evaluate.target import find_targets
 
-    options: dict[str, Any] = {}
-    options["harness"] = Options(
+    options = Options(
         lengths=tokens,
         samples=None if all_samples else samples,
         batch_size=batch_size,
@@ -210,13 +200,14 @@ def command(
         chat=chat,
         sources=Sources(haystack, list(qa), download),
     )
-    if LOSS_BY_POSITION in kinds:
+    positions: PositionOptions | None = None
+    if LOSS_BY_POSITION in asked:
         if device != "auto":
             raise UserError(
                 f"--device {device}: loss-by-position runs where training does, on the launcher's "
                 "GPUs if there are any; leave it out, or hide GPUs with CUDA_VISIBLE_DEVICES="
             )
-        options[LOSS_BY_POSITION] = PositionOptions(
+        positions = PositionOptions(
             length=max(tokens),
             short=short,
             documents=num_documents,
@@ -226,10 +217,10 @@ def command(
         )
     targets = find_targets(sources, snapshots=snapshots, apart=apart, tokenizer=tokenizer, bos=bos)
     parts = {}
-    for kind, names in kinds.items():
-        module, _, function = RUNNERS[kind].partition(":")
-        run = getattr(importlib.import_module(module), function)
-        parts[kind] = run(targets, names, options[kind], output, echo)
+    if of_harness:
+        parts["harness"] = run_harness(targets, of_harness, options, output, echo)
+    if positions is not None:
+        parts[LOSS_BY_POSITION] = run_by_position(targets, positions, output, echo)
     if is_main_rank():
         _write(parts, output, page, section)
     complete = all(part.complete for part in parts.values())
@@ -280,23 +271,12 @@ def run_harness(
     return Part(report, markdown(report), complete=not findings.skipped)
 
 
-def _by_kind(tasks: Sequence[str]) -> dict[str, list[str]]:
-    from anchorcontext.evaluate.harness.catalog import LOSS_BY_POSITION
-
-    kinds: dict[str, list[str]] = {}
-    for task in tasks:
-        kinds.setdefault(task if task == LOSS_BY_POSITION else "harness", []).append(task)
-    unknown = [kind for kind in kinds if kind not in RUNNERS]
-    if unknown:
-        raise UserError(f"--tasks {unknown[0]}: this version does not have it yet; leave it out")
-    return kinds
-
-
 def _provenance() -> str:
-    """The command, the date and the versions, for a page."""
+    """The command, the machine, the date and the versions, for a page."""
+    from anchorcontext.environment import measured_on
     from anchorcontext.evaluate.harness.units import versions
 
     command = shlex.join(["anchorcontext", *sys.argv[1:]])
-    packages = ", ".join(f"{name} {number}" for name, number in versions().items())
-    today = datetime.datetime.now(datetime.UTC).date()
-    return f"`{command}`\n\n{today}, {platform.processor() or platform.machine()}, {packages}."
+    found = {name: number for name, number in versions().items() if name != "torch"}
+    packages = ", ".join(f"{name} {number}" for name, number in found.items())
+    return f"`{command}`\n\n{measured_on()}, {packages}."

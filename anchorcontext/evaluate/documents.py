@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -38,6 +39,11 @@ class HeldOutDocuments:
             number: sum(run.length for run in runs) for number, runs in self._runs.items()
         }
         """Document number -> tokens."""
+
+    @property
+    def path(self) -> Path:
+        """The prepared folder."""
+        return self._dataset.path
 
     @property
     def longest(self) -> int:

@@ -23,8 +23,8 @@ def parse_lengths(asked: str) -> list[int]:
         length = int(match[1]) * (1024 if match[2] else 1)
         if length < SMALLEST_LENGTH:
             raise UserError(
-                f"--lengths {part}: no task's prompt and answer fit {length} tokens; ask for "
-                f"{SMALLEST_LENGTH} or more"
+                f"--lengths {part}: no task's prompt and answer fit {length} tokens; ask for at "
+                f"least {SMALLEST_LENGTH}, of which some tasks need more"
             )
         lengths.add(length)
     if not lengths:

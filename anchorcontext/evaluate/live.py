@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,10 +60,21 @@ def build_measures(config: Config, training: WindowDataset, view: View) -> list[
         return []
     lengths = section.lengths or (training.window_tokens,)
     bos = training.anchor_id if view.anchor_token is None else view.anchor_token
+
+    @cache
+    def documents() -> HeldOutDocuments:
+        return HeldOutDocuments(WindowDataset(training.path, VALIDATION))
+
     makers: dict[str, Callable[[], Measure]] = {
         "held_out": lambda: _held_out(training, view, lengths, section.windows),
-        "loss_by_position": lambda: _by_position(training, bos, max(lengths), section.documents),
-        "niah_single": lambda: _needles(training, bos, lengths, section.needles),
+        "loss_by_position": lambda: _by_position(documents(), bos, max(lengths), section.documents),
+        "niah_single": lambda: _needles(
+            training,
+            documents() if VALIDATION in (training.meta or {})["splits"] else None,
+            bos,
+            lengths,
+            section.needles,
+        ),
     }
     return [makers[task]() for task in section.tasks]
 
@@ -80,12 +92,11 @@ def _held_out(
     return Measure("held_out", probes, len(lengths), values)
 
 
-def _by_position(training: WindowDataset, bos: int | None, length: int, count: int) -> Measure:
-    held_out = HeldOutDocuments(WindowDataset(training.path, VALIDATION))
+def _by_position(held_out: HeldOutDocuments, bos: int | None, length: int, count: int) -> Measure:
     documents = held_out.long_ones(length - (bos is not None), count)
     if not documents:
         raise UserError(
-            f"loss_by_position: the longest held-out document of {training.path} has "
+            f"loss_by_position: the longest held-out document of {held_out.path} has "
             f"{held_out.longest} tokens, and evaluate.lengths asks for {length}; set it to at most "
             f"{held_out.longest}, or hold out more documents (data.validation_fraction)"
         )
@@ -99,12 +110,13 @@ def _by_position(training: WindowDataset, bos: int | None, length: int, count: i
 
 
 def _needles(
-    training: WindowDataset, bos: int | None, lengths: Sequence[int], samples: int
+    training: WindowDataset,
+    held_out: HeldOutDocuments | None,
+    bos: int | None,
+    lengths: Sequence[int],
+    samples: int,
 ) -> Measure:
-    haystack = None
-    if VALIDATION in (training.meta or {})["splits"]:
-        held_out = HeldOutDocuments(WindowDataset(training.path, VALIDATION))
-        haystack = held_out.text(max(lengths))
+    haystack = None if held_out is None else held_out.text(max(lengths))
     tokenizer = load_tokenizer(training.tokenizer_path)
     excerpts = needle_excerpts(tokenizer, lengths, samples=samples, bos=bos, haystack=haystack)
     probes = needle_probes(excerpts, max(lengths))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,12 @@ class UnitResult:
 
 
 def versions() -> dict[str, str]:
-    """Of everything that decides a score."""
-    return {name: version(name) for name in VERSIONS}
+    """Of everything that decides a score, as far as it is installed."""
+    found = {}
+    for name in VERSIONS:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def fingerprint(facts: Mapping[str, Any]) -> str:
