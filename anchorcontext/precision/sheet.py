@@ -142,6 +142,15 @@ def sheet_markdown(sheet: Sheet, figures: Sequence[Path], folder: Path) -> str:
     return "\n\n".join(parts)
 
 
+def trend(ratio: float) -> str:
+    """What a number does from one place to another, in words."""
+    if ratio >= CLEAR:
+        return f"grows {ratio:.3g} times"
+    if ratio <= 1 / CLEAR:
+        return f"falls to {ratio:.2g} of it"
+    return f"stays within a factor of {CLEAR} ({ratio:.2f})"
+
+
 def cell(value: Any) -> str:
     """A number with three digits, thousands apart; anything else as it is."""
     if value is None:

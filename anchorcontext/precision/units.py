@@ -10,12 +10,10 @@ killed, or that is asked for more, computes what is missing and nothing twice.
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 import importlib.metadata
 import json
 import logging
-import platform
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,8 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from ..environment import measured_on
 from ..errors import writing
 from ..files import written_whole
 
@@ -136,7 +133,4 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
 
 def made_by() -> str:
     """Processor, versions and date of a measurement."""
-    return (
-        f"{platform.machine()} CPU, torch {torch.__version__}, transformers "
-        f"{importlib.metadata.version('transformers')}, {datetime.date.today()}"
-    )
+    return f"{measured_on()}, transformers {importlib.metadata.version('transformers')}"

@@ -48,10 +48,10 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class LayerAttention:
-    """What a layer hands to attention: query (Hq, T, D), key and value (Hkv, T, D), the scale.
+class LayerHeads:
+    """Heads of a layer: query (Hq, T, D), key and value (Hkv, T, D), the scale.
 
-    Queries and keys are rotated. Query head h uses key head h // (Hq // Hkv).
+    Query head h uses key head h // (Hq // Hkv).
     """
 
     query: torch.Tensor
@@ -72,6 +72,11 @@ class LayerAttention:
     def key_head(self, head: int) -> int:
         """The key head that query head ``head`` uses."""
         return head // (self.query.shape[0] // self.key.shape[0])
+
+
+@dataclass(frozen=True)
+class LayerAttention(LayerHeads):
+    """What a layer hands to attention: queries and keys are rotated."""
 
     def without_first(self, count: int = 1) -> LayerAttention:
         """The same layer when nobody sees the first ``count`` tokens: softmax over the others."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from anchorcontext.evaluate.harness import units
 from anchorcontext.evaluate.harness.catalog import PRESETS
 from anchorcontext.evaluate.harness.progress import Progress
 from anchorcontext.evaluate.harness.report import markdown, score_rows, summarize
@@ -120,3 +121,8 @@ def test_progress_tells_what_is_left_by_tokens():
     progress.skip(1000)
     progress.step(1000, "m: t @ 1,000", unit(seconds=90.0))
     assert said == ["[2/3] m: t @ 1,000: 50.00 in 1 min 30 s; about 3 min 00 s to go"]
+
+
+def test_versions_leave_out_what_is_not_installed(monkeypatch):
+    monkeypatch.setattr(units, "VERSIONS", ("torch", "no-such-package"))
+    assert list(units.versions()) == ["torch"]

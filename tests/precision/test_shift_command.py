@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
 from anchorcontext.cli.diagnose import DIAGNOSES, command
+from anchorcontext.cli.diagnose.common import command_line
+from anchorcontext.cli.diagnose.shift import command as shift_command
 
 
 def shift(*arguments: str | Path) -> Result:
@@ -51,6 +54,19 @@ def test_it_measures_draws_and_writes(
 def test_nothing_stored_is_said(short_model: Path, options: list[str | Path]) -> None:
     done = shift(short_model, *options, "--stored")
     assert done.exit_code == 2 and "no text is complete there" in done.output
+
+
+@pytest.mark.parametrize("flag", ["--same-input", "--own-input", "--no-extrapolate"])
+def test_the_command_on_the_page_can_be_typed(short_model: Path, flag: str) -> None:
+    with shift_command.make_context(
+        "shift", [str(short_model), flag, "--source", "a b"]
+    ) as context:
+        given = {"same_input": None, "extrapolate": None, **context.params}
+        chosen = {key: given[key] for key in ("same_input", "extrapolate", "source")}
+        line = command_line("shift", str(short_model), chosen)
+    words = shlex.split(line)
+    assert flag in words and words[-2:] == ["--source", "a b"]
+    shift_command.make_context("shift", words[3:])  # every word is an option of the command
 
 
 @pytest.mark.parametrize(

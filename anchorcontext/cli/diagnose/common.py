@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,10 +93,15 @@ def given_lists(
 
 
 def command_line(name: str, model: str, given: Mapping[str, Any]) -> str:
-    """What to type to get these numbers."""
-    parts = [f"anchorcontext diagnose {name} {model}"]
-    parts += [f"--{k.replace('_', '-')} {v}" for k, v in given.items() if v is not None]
-    return " ".join(parts)
+    """What to type to get these numbers; flags as this command spells them."""
+    flags = {p.name: p for p in click.get_current_context().command.params}
+    words = ["anchorcontext", "diagnose", name, model]
+    for key, value in given.items():
+        if isinstance(value, bool):
+            words.append((flags[key].opts if value else flags[key].secondary_opts)[0])
+        elif value is not None:
+            words += [f"--{key.replace('_', '-')}", str(value)]
+    return shlex.join(words)
 
 
 def show(

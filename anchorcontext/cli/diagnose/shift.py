@@ -10,6 +10,7 @@ import click
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.cli.diagnose.common import (
     DEFAULT_OUT,
+    command_line,
     model_argument,
     names,
     numbers,
@@ -121,7 +122,7 @@ def command(
     title = f"{model}: texts {texts}; shifts are compared with {settings.reference}"
     echo_table(summary_rows(summary), HEADERS, title=title)
     if is_main_rank():
-        line = _command_line(model, preset, given)
+        line = command_line("shift", model, {"preset": preset, **given})
         _leave_sheet(summary, line, out, _write(summary, figures, markdown, line))
     return Outcome(summary_report(summary))
 
@@ -149,17 +150,6 @@ def read_settings(model: str, preset: str, given: dict[str, Any]) -> ShiftSettin
         else:
             changes[name] = names(value) if name == "panels" else value
     return replace(PRESETS[preset], model=model, **changes)
-
-
-def _command_line(model: str, preset: str, given: dict[str, Any]) -> str:
-    parts = [f"anchorcontext diagnose shift {model} --preset {preset}"]
-    for name, value in given.items():
-        option = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            parts.append(option if value else f"--no-{name}")
-        elif value is not None:
-            parts.append(f"{option} {value}")
-    return " ".join(parts)
 
 
 def _write(

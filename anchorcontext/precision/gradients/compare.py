@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -189,7 +189,7 @@ def _captured(train_model: nn.Module, into: dict[str, torch.Tensor]) -> Iterator
             handle.remove()
 
 
-def _keeper(into: dict[str, torch.Tensor], name: str):  # type: ignore[no-untyped-def]
+def _keeper(into: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
     def keep(module: nn.Module, inputs: object, outputs: tuple[torch.Tensor, ...]) -> None:
         assert name not in into, "one backward a text"
         into[name] = outputs[0].detach()[0].float()

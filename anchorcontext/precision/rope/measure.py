@@ -8,8 +8,9 @@ difference between offsets is RoPE's alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...errors import UserError
 from ...model.rope import expected_inv_freq
 from ..models import Setting, lab_model, model_digest, read_config
 from ..rotary import Rotary
-from ..texts import corpus_digest, read_texts
+from ..texts import Text, corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
 from ..walk import Variant, walk
 from ..workers import Workers
@@ -166,11 +167,22 @@ def run_rope(
     store = UnitStore(out, "rope", RESULT_VERSION)
     missing = store.missing(rope_units(settings))
     progress = Progress(missing, tell)
+
+    @cache
+    def texts() -> list[Text]:
+        return read_texts(
+            settings.model,
+            settings.texts,
+            settings.tokens,
+            source=settings.source,
+            seed=settings.seed,
+        )
+
     for source in settings.sources:
         wanted = [unit for unit in missing if unit.facts["source"] == source]
         if not wanted:
             continue
-        for key, heads in _heads(settings, source, wanted, workers):
+        for key, heads in _heads(settings, source, wanted, texts, workers):
             for unit in wanted:
                 if (unit.facts["text"], unit.facts["layer"]) != key:
                     continue
@@ -263,7 +275,11 @@ class _NoRotation:
 
 
 def _heads(
-    settings: RopeSettings, source: str, wanted: list[Unit], workers: Workers
+    settings: RopeSettings,
+    source: str,
+    wanted: list[Unit],
+    texts: Callable[[], list[Text]],
+    workers: Workers,
 ) -> Iterator[tuple[tuple[int, int], Heads]]:
     """((text, layer), heads) of all that ``wanted`` asks for."""
     keys: set[tuple[Any, Any]] = {(unit.facts["text"], unit.facts["layer"]) for unit in wanted}
@@ -271,13 +287,6 @@ def _heads(
         config = read_config(settings.model, settings.tokens)
         yield (0, 0), normal_heads(config, settings.tokens, settings.seed)
         return
-    texts = read_texts(
-        settings.model,
-        settings.texts,
-        settings.tokens,
-        source=settings.source,
-        seed=settings.seed,
-    )
     with lab_model(
         settings.model,
         Setting.parse(source),
@@ -285,7 +294,7 @@ def _heads(
         longest=settings.tokens,
         seed=settings.seed,
     ) as (model, rotary):
-        for text in texts:
+        for text in texts():
             layers = tuple(layer for number, layer in sorted(keys) if number == text.number)
             if not layers:
                 continue

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..sheet import CLEAR, Sheet, Table
+from ..sheet import CLEAR, Sheet, Table, trend
 from .casting import FAR, CastResult
 from .formats import lost_positions
 from .measure import RopeSettings, Split
@@ -146,17 +146,9 @@ def _growth(own: Sequence[Split], source: str, offsets: list[int]) -> list[str]:
             continue
         readings.append(
             f"{source}, {stack}: from offset {offsets[0]:,} to {offsets[-1]:,} the deviation "
-            f"{_changes(last / first)}."
+            f"{trend(last / first)}."
         )
     return readings
-
-
-def _changes(ratio: float) -> str:
-    if ratio >= CLEAR:
-        return f"grows {ratio:.3g} times"
-    if ratio <= 1 / CLEAR:
-        return f"shrinks to {ratio:.3g} of it"
-    return f"stays within a factor of {CLEAR} ({ratio:.2f})"
 
 
 def _remedies(own: Sequence[Split], source: str, offsets: list[int]) -> list[str]:

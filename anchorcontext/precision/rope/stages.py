@@ -29,6 +29,7 @@ from dataclasses import dataclass
 import torch
 
 from ...errors import UserError
+from ..walk import LayerHeads
 from .formats import FORMATS, check_format, round_to
 
 STAGES = (
@@ -140,33 +141,15 @@ def _stack(kind: str, fmt: str) -> Stack:
 
 
 @dataclass(frozen=True)
-class Heads:
-    """Unrotated heads of one layer, fp64: query (Hq, T, D), key and value (Hkv, T, D).
+class Heads(LayerHeads):
+    """Unrotated heads of one layer, fp64.
 
     ``inv_freq`` (R / 2,) radians a position for the first R dimensions of a head; ``factor`` on
     cosines and sines.
     """
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    scaling: float
     inv_freq: torch.Tensor
     factor: float = 1.0
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return self.query.shape[1]
-
-    @property
-    def num_heads(self) -> int:
-        """Query heads."""
-        return self.query.shape[0]
-
-    def key_head(self, head: int) -> int:
-        """The key head that query head ``head`` uses."""
-        return head // (self.query.shape[0] // self.key.shape[0])
 
 
 def rotate(x: torch.Tensor, position_ids: torch.Tensor, heads: Heads, stack: Stack) -> torch.Tensor:

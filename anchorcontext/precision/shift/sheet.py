@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from ..sheet import CLEAR, LARGER, STANDS_OUT, Sheet, Table
+from ..sheet import CLEAR, LARGER, STANDS_OUT, Sheet, Table, trend
 from .summary import HEADERS, Curve, ShiftSummary, summary_rows
 
 
@@ -70,7 +70,7 @@ def _lengths(curves: Sequence[Curve]) -> list[str]:
         if first == last or not start:
             continue
         readings.append(
-            f"{curve.setting}: from {first:,} to {last:,} tokens D {_trend(stop / start)}, the "
+            f"{curve.setting}: from {first:,} to {last:,} tokens D {trend(stop / start)}, the "
             f"length {last / first:.3g} times."
         )
     return readings
@@ -123,14 +123,6 @@ def _first(curves: Sequence[Curve]) -> list[str]:
             if before and len(curve.axis) > 1:
                 readings.append(
                     f"{curve.setting}: from {curve.axis[0]:,} to {at:,} tokens that share "
-                    f"{_trend(share / before)} ({before:.1%} to {share:.1%})."
+                    f"{trend(share / before)} ({before:.1%} to {share:.1%})."
                 )
     return readings
-
-
-def _trend(ratio: float) -> str:
-    if ratio >= CLEAR:
-        return f"grows {ratio:.3g} times"
-    if ratio <= 1 / CLEAR:
-        return f"falls to {ratio:.2g} of it"
-    return f"stays within a factor of {CLEAR} ({ratio:.2f})"
