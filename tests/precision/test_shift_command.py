@@ -58,11 +58,9 @@ def test_nothing_stored_is_said(short_model: Path, options: list[str | Path]) ->
 
 @pytest.mark.parametrize("flag", ["--same-input", "--own-input", "--no-extrapolate"])
 def test_the_command_on_the_page_can_be_typed(short_model: Path, flag: str) -> None:
-    with shift_command.make_context(
-        "shift", [str(short_model), flag, "--source", "a b"]
-    ) as context:
-        given = {"same_input": None, "extrapolate": None, **context.params}
-        chosen = {key: given[key] for key in ("same_input", "extrapolate", "source")}
+    typed = [str(short_model), flag, "--source", "a b"]
+    with shift_command.make_context("shift", typed) as context:
+        chosen = {key: context.params[key] for key in ("same_input", "extrapolate", "source")}
         line = command_line("shift", str(short_model), chosen)
     words = shlex.split(line)
     assert flag in words and words[-2:] == ["--source", "a b"]
