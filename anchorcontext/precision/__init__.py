@@ -3,6 +3,7 @@
 ::
 
     models.py       pretrained models and random twins in four dtypes
+    checks.py       settings that no diagnosis can measure
     texts.py        token sequences from real documents
     workers.py      threads that each compute alone
     rotary.py       RoPE tables and norms in fp64, from outside

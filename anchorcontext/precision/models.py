@@ -66,6 +66,16 @@ def read_config(path: str, longest: int) -> PreTrainedConfig:
     return build_config(_section(path, longest), window_tokens=longest)
 
 
+def trained_length(path: str) -> int | None:
+    """``max_position_embeddings`` of the model at ``path``, whatever is asked of it; None: unknown.
+
+    :func:`read_config` raises it to the length that it is asked for.
+    """
+    config, _ = PreTrainedConfig.get_config_dict(path)
+    length: int | None = config.get("max_position_embeddings")
+    return length
+
+
 @contextmanager
 def lab_model(
     path: str,
@@ -117,13 +127,11 @@ def model_digest(path: str) -> str:
 
 
 def _section(path: str, longest: int) -> ModelSection:
-    config, _ = PreTrainedConfig.get_config_dict(path)
-    own = config.get("max_position_embeddings") or longest
     return ModelSection(
         path=path,
         dtype="fp32",
         gradient_checkpointing=False,
-        max_position_embeddings=max(own, longest),
+        max_position_embeddings=max(trained_length(path) or longest, longest),
     )
 
 

@@ -175,7 +175,7 @@ def test_stored_arms_are_not_measured_again(
     [
         ({"shifts": (16, 16)}, r"--shifts 16,16"),
         ({"tokens": 2}, r"--tokens 2"),
-        ({"tokens": 4096}, r"trained on 4,096"),
+        ({"tokens": 8192}, r"8,192 tokens shifted by 272 .* trained on 4,096"),
         ({"settings": ()}, r"at least one"),
     ],
 )

@@ -307,12 +307,12 @@ def test_settings_that_cannot_be_measured_are_refused(
     if "device" in changes and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     with pytest.raises(UserError, match=message):
-        check_settings(replace(settings, **changes), read_config(settings.model, 96))
+        check_settings(replace(settings, **changes))
 
 
 def test_positions_past_the_trained_length_are_measured_on_request(settings: ShiftSettings) -> None:
     changed = replace(settings, shifts=(590, 0), extrapolate=True)
-    assert check_settings(changed, read_config(settings.model, 96)).shifts == (0, 590)
+    assert check_settings(changed).shifts == (0, 590)
 
 
 @pytest.mark.parametrize("text", ["bf17", "trained:bf16", "random:", ""])

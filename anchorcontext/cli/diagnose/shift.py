@@ -96,7 +96,6 @@ def command(
     their scores, by key column. The preset paper has the settings of figure 1 (50 texts: hours on
     a CPU); every part of it can be set.
     """
-    from anchorcontext.precision.models import read_config
     from anchorcontext.precision.shift.measure import run_shift, stored_results
     from anchorcontext.precision.shift.settings import check_settings
     from anchorcontext.precision.shift.summary import (
@@ -107,8 +106,7 @@ def command(
     )
     from anchorcontext.precision.workers import Workers
 
-    settings = read_settings(model, preset, given)
-    settings = check_settings(settings, read_config(model, settings.text_tokens))
+    settings = check_settings(read_settings(model, preset, given))
     if not stored:
         with Workers(threads) as workers, progress_bar() as tell:
             run_shift(settings, out, workers=workers, tell=tell)

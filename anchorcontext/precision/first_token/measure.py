@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from ...data.tokenizer import load_tokenizer
 from ...errors import UserError
+from ..checks import at_least, check_reach
 from ..difference import attention_differences
 from ..measures import FORMS, WEIGHTS, Deviation, DeviationSum, column_bins, rows_of
 from ..models import Setting, lab_model, model_digest, read_config
@@ -85,9 +86,8 @@ def check_first_token_settings(settings: FirstTokenSettings) -> FirstTokenSettin
     Raises:
         UserError: unknown settings or arms; shifts that do not differ; too few tokens.
     """
-    for option, number, least in (("--tokens", settings.tokens, 4), ("--texts", settings.texts, 1)):
-        if number < least:
-            raise UserError(f"{option} {number}: give a whole number from {least} on")
+    at_least("--tokens", [settings.tokens], 4)
+    at_least("--texts", [settings.texts], 1)
     if len(set(settings.shifts)) != 2 or min(settings.shifts) < 0:
         given = ",".join(map(str, settings.shifts))
         raise UserError(f"--shifts {given}: give two different ones from 0 on, as in 16,0")
@@ -98,14 +98,14 @@ def check_first_token_settings(settings: FirstTokenSettings) -> FirstTokenSettin
         dict.fromkeys(check_arm(arm, settings.tokens, vocabulary) for arm in settings.arms)
     )
     named = tuple(str(Setting.parse(setting)) for setting in settings.settings)
-    reach = max(settings.shifts) + settings.tokens
-    reach += max((int(arm[4:]) for arm in arms if arm.startswith("gap:")), default=0)
-    own = read_config(settings.model, settings.tokens).get_text_config().max_position_embeddings
-    if reach > own:
-        raise UserError(
-            f"positions reach {reach:,}, {settings.model} was trained on {own:,} "
-            "(max_position_embeddings): take fewer --tokens, or smaller --shifts and gaps"
-        )
+    gap = max((int(arm[4:]) for arm in arms if arm.startswith("gap:")), default=0)
+    check_reach(
+        settings.model,
+        read_config(settings.model, settings.tokens),
+        settings.tokens,
+        max(settings.shifts) + gap,
+        fix="take fewer --tokens, or smaller --shifts and gaps",
+    )
     return replace(settings, settings=named, arms=arms)
 
 

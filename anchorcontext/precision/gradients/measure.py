@@ -22,6 +22,7 @@ from ...errors import UserError
 from ...model import TrainModel
 from ...model.load import build_model
 from ...model.rope import cast_parameters
+from ..checks import at_least, check_reach
 from ..models import model_digest, read_config
 from ..texts import corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
@@ -125,19 +126,18 @@ def check_gradient_settings(settings: GradientSettings) -> GradientSettings:
     Raises:
         UserError: unknown arms, too few tokens, positions the model does not reach.
     """
-    for option, number, least in (("--tokens", settings.tokens, 2), ("--texts", settings.texts, 1)):
-        if number < least:
-            raise UserError(f"{option} {number}: give a whole number from {least} on")
+    at_least("--tokens", [settings.tokens], 2)
+    at_least("--texts", [settings.texts], 1)
     arms = [GradientArm.parse(arm) for arm in settings.arms]
     if not arms:
         raise UserError("--arms is empty: give at least one, as in bf16")
-    reach = settings.tokens + max(arm.shift for arm in arms)
-    own = read_config(settings.model, settings.tokens).get_text_config().max_position_embeddings
-    if reach > own:
-        raise UserError(
-            f"positions reach {reach:,}, {settings.model} was trained on {own:,} "
-            "(max_position_embeddings): take fewer --tokens, or smaller shifts"
-        )
+    check_reach(
+        settings.model,
+        read_config(settings.model, settings.tokens),
+        settings.tokens,
+        max(arm.shift for arm in arms),
+        fix="take fewer --tokens, or smaller shifts",
+    )
     names = tuple(dict.fromkeys(str(arm) for arm in arms if str(arm) != REFERENCE))
     return replace(settings, arms=names)
 

@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UserError
 from ...model.rope import expected_inv_freq
+from ..checks import at_least
 from ..models import Setting, lab_model, model_digest, read_config
 from ..rotary import Rotary
 from ..texts import Text, corpus_digest, read_texts
@@ -107,21 +108,18 @@ def check_rope_settings(settings: RopeSettings) -> RopeSettings:
             f"--layers {','.join(map(str, layers))}: {settings.model} has the layers 0 to "
             f"{num_layers - 1}"
         )
-    for option, numbers, least in (
-        ("--offsets", settings.offsets, 0),
-        ("--shift", (settings.shift,), 1),
-        ("--tokens", (settings.tokens,), 2),
-        ("--heads", (settings.heads,), 1),
-        ("--texts", (settings.texts,), 1),
+    offsets = at_least("--offsets", settings.offsets, 0)
+    for option, number, least in (
+        ("--shift", settings.shift, 1),
+        ("--tokens", settings.tokens, 2),
+        ("--heads", settings.heads, 1),
+        ("--texts", settings.texts, 1),
     ):
-        if not numbers or min(numbers) < least:
-            given = min(numbers) if numbers else "nothing"
-            raise UserError(f"{option} {given}: give whole numbers from {least} on")
+        at_least(option, [number], least)
     if not settings.sources or not settings.stacks:
         raise UserError("--sources and --stacks: give at least one each, as in normal, sdpa:bf16")
     sources = tuple(s if s == NORMAL else str(Setting.parse(s)) for s in settings.sources)
     stacks = tuple(parse_stack(stack).name for stack in settings.stacks)
-    offsets = tuple(sorted(set(settings.offsets)))
     return replace(settings, layers=layers, sources=sources, stacks=stacks, offsets=offsets)
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
-from transformers import PreTrainedConfig
-
 from ...errors import UserError
+from ..checks import at_least, check_reach
 from ..difference import Scores
-from ..models import Setting
+from ..models import Setting, read_config
 
 PANELS = ("shift", "token", "length")
 KINDS = ("length", "shift")
@@ -156,24 +154,24 @@ PRESETS = {
 }
 
 
-def check_settings(settings: ShiftSettings, config: PreTrainedConfig) -> ShiftSettings:
+def check_settings(settings: ShiftSettings) -> ShiftSettings:
     """The settings in order (numbers rising, each once), or why they cannot be measured.
 
     Raises:
         UserError: too few tokens, negative shifts, an unknown panel, positions past the model's
-            trained length, a device that is not there.
+            trained length, a device that is not there, a model that cannot be walked.
     """
     import torch
 
     settings = replace(
         settings,
-        shifts=_rising("--shifts", settings.shifts, least=0),
-        lengths=_rising("--lengths", settings.lengths, least=2),
+        shifts=at_least("--shifts", settings.shifts, 0),
+        lengths=at_least("--lengths", settings.lengths, 2),
     )
-    _rising("--tokens", (settings.tokens,), least=2)
-    _rising("--reference", (settings.reference,), least=0)
-    _rising("--length-shift", (settings.length_shift,), least=0)
-    _rising("--texts", (settings.texts,), least=1)
+    at_least("--tokens", [settings.tokens], 2)
+    at_least("--reference", [settings.reference], 0)
+    at_least("--length-shift", [settings.length_shift], 0)
+    at_least("--texts", [settings.texts], 1)
     for panel in settings.panels:
         if panel not in PANELS:
             raise UserError(f"--panels {panel}: choose from {', '.join(PANELS)}")
@@ -186,36 +184,14 @@ def check_settings(settings: ShiftSettings, config: PreTrainedConfig) -> ShiftSe
         )
     if settings.device.startswith("cuda") and not torch.cuda.is_available():
         raise UserError(f"--device {settings.device}: torch sees no GPU; leave it out")
-    _check_reach(settings, config)
-    return settings
-
-
-def _check_reach(settings: ShiftSettings, config: PreTrainedConfig) -> None:
-    reach = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if reach is None:
-        return
+    config = read_config(settings.model, settings.text_tokens)
     for walk in settings.walks():
-        shift = max(walk.reference, *walk.shifts)
-        if walk.tokens + shift <= reach:
-            continue
-        rope = config.get_text_config().rope_parameters or {}
-        if settings.extrapolate and rope.get("rope_type") != "dynamic":
-            continue
-        fix = (
-            "its RoPE of type dynamic would change there: measure shorter ones"
-            if settings.extrapolate
-            else "measure shorter ones (--tokens, --lengths, --shifts), or add --extrapolate"
+        check_reach(
+            settings.model,
+            config,
+            walk.tokens,
+            max(walk.reference, *walk.shifts),
+            fix="measure shorter ones (--tokens, --lengths, --shifts), or add --extrapolate",
+            extrapolate=settings.extrapolate,
         )
-        raise UserError(
-            f"{walk.tokens:,} tokens shifted by {shift:,} need positions up to "
-            f"{walk.tokens + shift - 1:,}; {settings.model} was trained on {reach:,}, up to "
-            f"{reach - 1:,} (max_position_embeddings): {fix}"
-        )
-
-
-def _rising(option: str, numbers: Iterable[int], least: int) -> tuple[int, ...]:
-    numbers = tuple(sorted(set(numbers)))
-    if not numbers or numbers[0] < least:
-        given = numbers[0] if numbers else "nothing"
-        raise UserError(f"{option} {given}: give whole numbers from {least} on")
-    return numbers
+    return settings
