@@ -51,10 +51,12 @@ def command(
         return Outcome(found)
     if out is None:
         raise UserError("--out is missing: name the folder to make, or give --scores")
-    from anchorcontext.evaluate.average import average_weights
     from anchorcontext.evaluate.target import find_targets
 
-    targets = find_targets(sources, snapshots=snapshots or 1, apart=apart)
+    targets = find_targets(sources, snapshots=snapshots or 1, apart=apart, at_least=2)
+
+    from anchorcontext.evaluate.average import average_weights
+
     with writing("--out", out):
         report = average_weights(targets, out, dtype=dtype, overwrite=overwrite)
     written = report.export

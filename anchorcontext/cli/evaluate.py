@@ -180,16 +180,22 @@ def command(
     """
     from anchorcontext.evaluate.harness.catalog import LOSS_BY_POSITION, expand_tasks
     from anchorcontext.evaluate.lengths import parse_lengths
+    from anchorcontext.evaluate.target import find_targets
 
-    # Mistyped lengths and names are refused before torch and transformers are imported.
+    # Mistyped lengths, names and folders are refused before torch and transformers are imported.
     tokens, asked = tuple(parse_lengths(lengths)), expand_tasks(tasks)
     of_harness = [task for task in asked if task != LOSS_BY_POSITION]
+    if LOSS_BY_POSITION in asked and device != "auto":
+        raise UserError(
+            f"--device {device}: loss-by-position runs where training does, on the launcher's "
+            "GPUs if there are any; leave it out, or hide GPUs with CUDA_VISIBLE_DEVICES="
+        )
+    targets = find_targets(sources, snapshots=snapshots, apart=apart, tokenizer=tokenizer, bos=bos)
 
     from anchorcontext.cli.by_position import run_by_position
     from anchorcontext.evaluate.by_position import PositionOptions
     from anchorcontext.evaluate.harness.run import Options
     from anchorcontext.evaluate.harness.sources import Sources
-    from anchorcontext.evaluate.target import find_targets
 
     options = Options(
         lengths=tokens,
@@ -202,11 +208,6 @@ def command(
     )
     positions: PositionOptions | None = None
     if LOSS_BY_POSITION in asked:
-        if device != "auto":
-            raise UserError(
-                f"--device {device}: loss-by-position runs where training does, on the launcher's "
-                "GPUs if there are any; leave it out, or hide GPUs with CUDA_VISIBLE_DEVICES="
-            )
         positions = PositionOptions(
             length=max(tokens),
             short=short,
@@ -215,7 +216,6 @@ def command(
             sp=sp,
             dtype=dtype,
         )
-    targets = find_targets(sources, snapshots=snapshots, apart=apart, tokenizer=tokenizer, bos=bos)
     parts = {}
     if of_harness:
         parts["harness"] = run_harness(targets, of_harness, options, output, echo)

@@ -31,9 +31,12 @@ def command(
     CHECKPOINT_OR_RUN is one checkpoint (a folder step-000100), or a run, of which the latest
     complete checkpoint is taken. Every ZeRO stage works; neither ranks nor a GPU are needed.
     """
-    from anchorcontext.train.export import export_checkpoint, find_checkpoint
+    from anchorcontext.train.checkpoint_files import find_checkpoint
 
-    checkpoint = find_checkpoint(source)
+    checkpoint = find_checkpoint(source)  # a wrong folder is refused before torch is imported
+
+    from anchorcontext.train.export import export_checkpoint
+
     report = export_checkpoint(
         checkpoint, out, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite
     )

@@ -65,9 +65,6 @@ def command(
 
         anchorcontext inspect --documents 7,13,5 --mode anchor --sp 4 --layout zigzag
     """
-    from anchorcontext.watch.draw import draw_window
-    from anchorcontext.watch.inspection import attention_precision, inspect_window
-
     if documents is not None and config_path is not None:
         raise UserError(f"both CONFIG {config_path} and --documents {documents}: give one of them")
     names: Callable[[int], str] | None = None
@@ -81,6 +78,9 @@ def command(
 
         config = load_config(config_path, list(overrides))
         window, names = _prepared_window(config, split, index, mode)
+
+        from anchorcontext.watch.inspection import attention_precision
+
         sp = config.parallel.sp if sp is None else sp
         model, cost = _model(config, sp)
         layout = layout or config.attention.layout
@@ -88,6 +88,10 @@ def command(
         backend, precision = config.attention.backend, attention_precision(config)
     else:
         raise UserError("no window given; name a config, or lengths as in --documents 7,13,5")
+
+    from anchorcontext.watch.draw import draw_window
+    from anchorcontext.watch.inspection import inspect_window
+
     inspection = inspect_window(
         window,
         sp=1 if sp is None else sp,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 GB = 1e9
+MIXES = ("slimpajama", "upsampled", "stdlib", "prepared")
+"""Those of ``anchorcontext.estimate``, whose import takes torch's."""
 
 
 @config_command
@@ -23,9 +25,8 @@ GB = 1e9
 )
 @click.option(
     "--mix",
-    metavar="NAME",
-    help="Document lengths: slimpajama, upsampled, stdlib, or prepared (the config's own windows; "
-    "the default where they lie ready).",
+    type=click.Choice(MIXES),
+    help="Document lengths; prepared: the config's own windows, the default where they lie ready.",
 )
 @click.option(
     "--hardware",
@@ -41,10 +42,13 @@ def command(config: Config, worlds: str | None, mix: str | None, device: str | N
     will execute; times come from the hardware profile and are a model. docs/planning.md says what
     each term is.
     """
-    from anchorcontext.estimate import configured_sizes, default_mix, estimate_plan, load_hardware
+    from anchorcontext.hardware import load_hardware
 
     world_sizes = _world_sizes(worlds) if worlds is not None else [config.parallel.sp]
     hardware = load_hardware(device or config.parallel.hardware)
+
+    from anchorcontext.estimate import configured_sizes, default_mix, estimate_plan
+
     estimate = estimate_plan(
         config, configured_sizes(config), hardware, world_sizes, mix or default_mix(config)
     )

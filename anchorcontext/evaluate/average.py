@@ -55,21 +55,17 @@ def average_weights(
     time, sums lie in a file beside ``out``, and the result is written a file at a time.
 
     Args:
-        targets: the snapshots: checkpoints, Hugging Face folders, or both.
+        targets: two snapshots or more: checkpoints, Hugging Face folders, or both.
         out: the folder to make; config and tokenizer are the first snapshot's.
         dtype: ``fp32`` or ``bf16``; default the first snapshot's.
         overwrite: replace an existing folder.
         file_bytes: of a file of the result, at most.
 
     Raises:
-        UserError: fewer than two snapshots; their configs, tensors, shapes or dtypes differ (the
-            message names them); ``out`` exists.
+        UserError: configs, tensors, shapes or dtypes of the snapshots differ (the message names
+            them); ``out`` exists.
     """
-    if len(targets) < 2:
-        raise UserError(
-            f"{', '.join(target.name for target in targets)}: a mean needs at least two "
-            "snapshots; name more, or give --snapshots N"
-        )
+    assert len(targets) > 1, "one snapshot has no mean"
     _check_configs(targets)
     config, kind = _result(targets[0])
     out.parent.mkdir(parents=True, exist_ok=True)

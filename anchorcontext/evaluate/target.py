@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING
 from ..config import Config, load_config
 from ..data.tokenizer import load_tokenizer, resolve_anchor
 from ..errors import UserError
+from ..train.checkpoint_files import (
+    CONFIG,
+    HF,
+    MANIFEST,
+    find_checkpoint,
+    find_checkpoints,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,8 +66,6 @@ class Target:
         and 64 blocks spread over it. (Manifests have no checksums of torch's archives.)"""
         hasher = hashlib.blake2b(digest_size=16)
         if self.is_checkpoint:
-            from ..train.checkpoint_files import MANIFEST
-
             described, files = self.path / MANIFEST, self.path.rglob("*.pt")
         else:
             described, files = self.hf / "config.json", self.path.iterdir()
@@ -97,8 +102,10 @@ def find_targets(
     apart: int | None = None,
     tokenizer: Path | None = None,
     bos: bool | None = None,
+    at_least: int = 1,
 ) -> list[Target]:
-    """Everything that ``sources`` mean, in order.
+    """Everything that ``sources`` mean, in order. A wrong folder is refused before tokenizers are
+    loaded and torch is imported.
 
     Args:
         sources: Hugging Face folders, runs, their configs (YAML), checkpoints.
@@ -107,25 +114,29 @@ def find_targets(
         tokenizer: a folder, in place of the model's own.
         bos: put BOS in front of every prompt. Default: as training did, for checkpoints; as the
             tokenizer does, for folders.
+        at_least: so many are needed.
 
     Raises:
         UserError: nothing to evaluate there, or not as many snapshots.
     """
     if snapshots > 1 and len(sources) > 1:
         raise UserError("--snapshots: for one run; name the checkpoints themselves, or one run")
-    targets = [
-        _target(path, tokenizer, bos)
-        for source in sources
-        for path in _paths(Path(source), snapshots, apart)
+    paths = [
+        path.resolve() for source in sources for path in _paths(Path(source), snapshots, apart)
     ]
-    names = [target.name for target in targets]
+    names = [_name(path) for path in paths]
+    if len(paths) < at_least:
+        raise UserError(
+            f"{', '.join(names)}: at least {at_least} snapshots are needed; name more, or give "
+            "--snapshots N"
+        )
     twice = {name for name in names if names.count(name) > 1}
     if twice:
         raise UserError(
             f"{', '.join(sorted(twice))}: named twice; every model counts once, and results are "
             "filed under the names of the folders"
         )
-    return targets
+    return [_target(path, tokenizer, bos) for path in paths]
 
 
 def put_in_front(tokenizer: PreTrainedTokenizerBase, token: int) -> None:
@@ -149,9 +160,6 @@ def put_in_front(tokenizer: PreTrainedTokenizerBase, token: int) -> None:
 
 def _paths(source: Path, snapshots: int, apart: int | None) -> list[Path]:
     """The folders with weights that one argument means."""
-    from ..train.checkpoint_files import MANIFEST, find_checkpoints
-    from ..train.export import find_checkpoint
-
     if source.suffix in (".yaml", ".yml") and source.is_file():
         run = load_config(source).run
         source = Path(run.output_dir) / run.name
@@ -161,8 +169,11 @@ def _paths(source: Path, snapshots: int, apart: int | None) -> list[Path]:
             "run's config"
         )
     if snapshots == 1:
-        hf = (source / "config.json").is_file() and not (source / MANIFEST).is_file()
-        return [source if hf else find_checkpoint(source)]
+        if not (source / "config.json").is_file() or (source / MANIFEST).is_file():
+            return [find_checkpoint(source)]
+        if not any(source.glob("*.safetensors")) and not any(source.glob("*.bin")):
+            raise UserError(f"{source}: has a config.json but no weights (*.safetensors)")
+        return [source]
     folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
     complete, _ = find_checkpoints(folder)
     by_step = {checkpoint.step: checkpoint.path for checkpoint in complete}
@@ -182,24 +193,22 @@ def _paths(source: Path, snapshots: int, apart: int | None) -> list[Path]:
 
 
 def _target(path: Path, tokenizer: Path | None, bos: bool | None) -> Target:
-    from ..train.checkpoint_files import CONFIG, HF, MANIFEST
-
-    path = path.resolve()
     if (path / MANIFEST).is_file():
         config = load_config(path / CONFIG)
         folder = tokenizer or _trained_with(config)
         token = resolve_anchor(load_tokenizer(folder), config.data.anchor)
-        run = path.parent.parent.name if path.parent.name == "checkpoints" else path.parent.name
-        front = None if bos is False else token
-        return Target(f"{run}-{path.name}", path, path / HF, folder, front)
-    if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise UserError(f"{path}: has a config.json but no weights (*.safetensors)")
+        return Target(_name(path), path, path / HF, folder, None if bos is False else token)
     folder = tokenizer or path
-    front = None
-    if bos:
-        front = resolve_anchor(load_tokenizer(folder), "auto")
-    name = f"{path.parent.name}-hf" if path.name == "hf" else path.name  # a run's export
-    return Target(name, path, path, folder, front)
+    front = resolve_anchor(load_tokenizer(folder), "auto") if bos else None
+    return Target(_name(path), path, path, folder, front)
+
+
+def _name(path: Path) -> str:
+    """What a folder's results are filed under: ``RUN-step-000100``, ``RUN-hf``, or its name."""
+    if (path / MANIFEST).is_file():
+        run = path.parent.parent if path.parent.name == "checkpoints" else path.parent
+        return f"{run.name}-{path.name}"
+    return f"{path.parent.name}-hf" if path.name == "hf" else path.name  # a run's export
 
 
 def _trained_with(config: Config) -> Path:

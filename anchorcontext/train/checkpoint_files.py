@@ -98,6 +98,25 @@ def find_checkpoints(folder: Path) -> tuple[list[Checkpoint], list[str]]:
     return sorted(complete, key=lambda checkpoint: checkpoint.step), torn
 
 
+def find_checkpoint(source: Path) -> Path:
+    """The checkpoint folder meant by a checkpoint, a run or its ``checkpoints`` folder.
+
+    Raises:
+        UserError: there is no complete checkpoint.
+    """
+    if (source / MANIFEST).is_file():
+        return source
+    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
+    complete, torn = find_checkpoints(folder)
+    if not complete:
+        reason = f" ({'; '.join(torn)})" if torn else ""
+        raise UserError(
+            f"{source} holds no complete checkpoint{reason}: give a run's folder or one of its "
+            "checkpoints, and train with checkpoint.final or checkpoint.every"
+        )
+    return complete[-1].path
+
+
 def read_checkpoint(path: Path) -> Checkpoint:
     """The checkpoint in ``path``, its small files compared with their checksums.
 

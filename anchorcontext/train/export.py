@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from ..config import Config, load_config
 from ..data.store import TOKENIZER
-from ..errors import UserError
 from ..model.export import ExportReport, export_model
 from ..model.load import DTYPES
-from .checkpoint_files import CONFIG, HF, MANIFEST, find_checkpoints
+from .checkpoint_files import CONFIG, HF
 from .consolidate import load_consolidated_state_dict
 
 if TYPE_CHECKING:
@@ -60,25 +59,6 @@ def exported_config(checkpoint: Path, config: Config, tokenizer: Path | None) ->
     if config.model.scratch is not None and tokenizer is not None:
         _adopt_special_tokens(hf_config, tokenizer)
     return hf_config
-
-
-def find_checkpoint(source: Path) -> Path:
-    """The checkpoint folder meant by a checkpoint, a run or its ``checkpoints`` folder.
-
-    Raises:
-        UserError: there is no complete checkpoint.
-    """
-    if (source / MANIFEST).is_file():
-        return source
-    folder = source / "checkpoints" if (source / "checkpoints").is_dir() else source
-    complete, torn = find_checkpoints(folder)
-    if not complete:
-        reason = f" ({'; '.join(torn)})" if torn else ""
-        raise UserError(
-            f"{source} holds no complete checkpoint{reason}: give a run's folder or one of its "
-            "checkpoints, and train with checkpoint.final or checkpoint.every"
-        )
-    return complete[-1].path
 
 
 def prepared_tokenizer(config: Config) -> Path | None:

@@ -9,12 +9,14 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .metrics import StepRecord
 from .redact import redact
+
+if TYPE_CHECKING:
+    from .metrics import StepRecord
 
 logger = logging.getLogger(__name__)
 

@@ -248,7 +248,7 @@ def test_the_command(tmp_path):
         (["--world", "2,x"], "--world '2,x'"),
         (["--world", "2048"], "1 to 1024 ranks"),
         (["--world", "0"], "1 to 1024 ranks"),
-        (["--mix", "books"], "must be one of slimpajama, upsampled, stdlib, prepared"),
+        (["--mix", "books"], "'books' is not one of 'slimpajama', 'upsampled', 'stdlib'"),
         (["--mix", "prepared", "data.path=nowhere"], "anchorcontext prepare"),
         (["--hardware", "h10"], "did you mean 'h100'?"),
         (["model.path=meta-llama/Llama-2-7b-hf", "model.scratch=null"], "plan downloads nothing"),

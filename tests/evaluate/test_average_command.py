@@ -110,7 +110,7 @@ def test_snapshots_that_do_not_belong_together_are_refused_by_name(tmp_path, tok
         result = average(first, second, "--out", out)
         assert result.exit_code == 2 and words in result.output, result.output
         assert not out.exists() and not list(tmp_path.glob(".mean*"))
-    assert "at least two" in average(first, "--out", out).output
+    assert "first: at least 2 snapshots" in average(first, "--out", out).output
     assert "--out is missing" in average(first, less).output
     out.mkdir()
     assert "exists" in average(first, saved(tmp_path / "second", 1, tokenizer), "--out", out).output
