@@ -48,12 +48,12 @@ class Sheet:
         name: of its command.
         title: what it asks.
         command: that gives these numbers.
-        made: processor, versions and dates.
+        made: processor, versions and dates; what it took.
         settings: everything that decides the numbers.
         readings: sentences made from the numbers.
         tables: what they are made from.
         figures: file names under OUT/figures, without ending, and their titles.
-        brief: tables for a Markdown page, where ``tables`` are too long for one.
+        brief: tables for a terminal and a Markdown page, where ``tables`` are too long for them.
     """
 
     name: str
@@ -109,6 +109,7 @@ def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
         with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
             path = folder / f"{name}.png"
             save_figure(figure, path)
+            figure.set_layout_engine("none")  # the SVG is laid out as the PNG
             figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
         paths.append(path)
     return paths

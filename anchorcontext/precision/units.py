@@ -15,15 +15,17 @@ import importlib.metadata
 import json
 import logging
 import re
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..environment import measured_on
 from ..errors import writing
 from ..files import written_whole
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,18 @@ class Unit:
     name: str
     facts: Mapping[str, Any]
     work: float = 1.0
+
+
+class Work(Protocol):
+    """What :class:`Progress` needs to know of a unit."""
+
+    @property
+    def name(self) -> str:
+        """Readable."""
+
+    @property
+    def work(self) -> float:
+        """Its share of the time, in no unit."""
 
 
 @dataclass(frozen=True)
@@ -102,18 +116,17 @@ class UnitStore:
 class Progress:
     """Adds up the work of a run's units and tells where it stands."""
 
-    def __init__(self, units: Iterable[Unit], tell: Tell | None) -> None:
+    def __init__(self, units: Iterable[Work], tell: Tell | None) -> None:
         self.total = sum(unit.work for unit in units)
         self.done = 0.0
         self.tell = tell
-        self.start = time.monotonic()
 
-    def at(self, unit: Unit, part: float = 0.0) -> None:
+    def at(self, unit: Work, part: float = 0.0) -> None:
         """``part`` of ``unit`` is done."""
         if self.tell is not None:
             self.tell(Step(unit.name, self.done + part * unit.work, self.total))
 
-    def stored(self, unit: Unit) -> None:
+    def stored(self, unit: Work) -> None:
         """``unit`` is done and kept."""
         self.done += unit.work
         if self.tell is not None:
@@ -131,6 +144,6 @@ def write_whole(path: Path, content: Mapping[str, Any]) -> None:
         beside.write_text(text + "\n")
 
 
-def made_by() -> str:
-    """Processor, versions and date of a measurement."""
-    return f"{measured_on()}, transformers {importlib.metadata.version('transformers')}"
+def made_by(device: torch.device | None = None) -> str:
+    """Processor or GPU, versions and date of a measurement."""
+    return f"{measured_on(device)}, transformers {importlib.metadata.version('transformers')}"

@@ -97,7 +97,7 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
         tmp_path,
     )
     of = {64: deviation(1.0, 0.3), 1024: deviation(4.0, 0.1)}
-    save_sheet(shift_sheet(summary(bf16=of), "anchorcontext diagnose shift m", []), tmp_path)
+    save_sheet(shift_sheet(summary(bf16=of), command="anchorcontext diagnose shift m"), tmp_path)
     ran = CliRunner().invoke(command, ["report", str(tmp_path)])
     assert ran.exit_code == 0 and "shift, rope: written" in ran.output
     page = (tmp_path / "report.html").read_text()
@@ -119,7 +119,7 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path: Path) -> None:
 
 def test_a_damaged_sheet_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     of = {64: deviation(1.0, 0.3)}
-    save_sheet(shift_sheet(summary(bf16=of), "anchorcontext diagnose shift m", []), tmp_path)
+    save_sheet(shift_sheet(summary(bf16=of), command="anchorcontext diagnose shift m"), tmp_path)
     (tmp_path / "rope.sheet.json").write_text("{")
     (tmp_path / "gradients.sheet.json").write_text('{"name": "gradients"}')
     assert [sheet.name for sheet in read_sheets(tmp_path)] == ["shift"]

@@ -13,9 +13,9 @@ import torch
 
 from anchorcontext.errors import UserError
 from anchorcontext.precision import Setting, Variant, Workers, lab_model, read_config, walk
-from anchorcontext.precision.shift.figures import draw_figures
+from anchorcontext.precision.sheet import save_figures, sheet_markdown
+from anchorcontext.precision.shift.figures import draw_shift
 from anchorcontext.precision.shift.measure import measure, run_shift, stored_results
-from anchorcontext.precision.shift.page import shift_markdown
 from anchorcontext.precision.shift.settings import (
     PAPER_SHIFTS,
     PRESETS,
@@ -23,7 +23,9 @@ from anchorcontext.precision.shift.settings import (
     Walk,
     check_settings,
 )
-from anchorcontext.precision.shift.summary import HEADERS, summarise, summary_report, summary_rows
+from anchorcontext.precision.shift.sheet import shift_sheet
+from anchorcontext.precision.shift.store import ResultStore
+from anchorcontext.precision.shift.summary import summarise, summary_report
 from anchorcontext.precision.units import Step
 from anchorcontext.testing.models import tiny_llama
 
@@ -70,7 +72,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
 
     def kill(progress: Step) -> None:
         told.append(progress)
-        if progress.name.startswith("text 1 ") and ", layer 1/" in progress.name:
+        if progress.name.startswith("text 1 "):
             raise Killed
 
     with pytest.raises(Killed):
@@ -109,9 +111,6 @@ def test_what_is_reported_stands_on_texts_that_all_settings_have(
     assert {w.kind: len(found) for w, found in results.items()} == {"length": 2, "shift": 1}
 
     summary = summarise(settings, results)
-    rows = summary_rows(summary)
-    assert len(rows) == 2 * 3 + 2 + 2 * 3 and all(len(row) == len(HEADERS) for row in rows)
-    assert sum(row[HEADERS.index("± of D entry")] is None for row in rows) == 2 * 3  # of one text
     by_shift = next(curve for curve in summary.kind("shift"))
     assert by_shift.axis == [0, 16, 100]
     # Compared with shift 16, shift 16 differs by nothing at all.
@@ -122,12 +121,60 @@ def test_what_is_reported_stands_on_texts_that_all_settings_have(
     assert 0 < floor.totals("entry", "weighted")[0].max() < 1e-11
     report: Any = summary_report(summary)
     assert report["texts"] == {"length": 2, "shift": 1}
-    assert len(report["deviations"]) == len(rows)
+    assert len(report["deviations"]) == 2 * 3 + 2 + 2 * 3
+
+
+def test_the_sheet_says_what_its_numbers_stand_on(
+    settings: ShiftSettings, workers: Workers, tmp_path: Path
+) -> None:
+    run_shift(settings, tmp_path, workers=workers)
+    next(tmp_path.glob("random-bf16-shift-*/text-001.npz")).unlink()
+    sheet = shift_sheet(summarise(settings, stored_results(settings, tmp_path)), command="C")
+    titles = [table.title for table in sheet.tables]
+    assert "against length, 2 texts (2 of corpus), shifts 0 and 16" in titles[0]
+    assert "at 64 tokens, 1 of 2 texts (1 of corpus), compared with shift 16" in titles[-1]
+    assert sheet.tables[0].headers == [
+        "tokens",
+        "pretrained:bf16",
+        "random:bf16",
+        "pretrained:fp64",
+    ]
+    assert [row[0] for row in sheet.tables[0].rows] == [8, 32, 96]
+    assert all("±" in cell for cell in sheet.tables[0].rows[0][1:])
+    assert sheet.tables[0].rows[2][3] is None  # fp64 beside, to 32 tokens
+    assert [row[0] for row in sheet.tables[-1].rows] == [0, 16, 100]
+    assert not any("±" in cell for row in sheet.tables[-1].rows for cell in row[1:])  # one text
+    (made, cost) = sheet.made
+    assert "CPU, torch" in made and made.endswith("threads: 1")
+    assert "a text took" in cost and cost.endswith("of processor time")
 
     figure = tmp_path / "figures" / "shift-by-head.png"
-    text = shift_markdown(summary, "the command", [figure], tmp_path)
-    assert "length: 2 texts (2 of corpus); against shift: 1 text (1 of corpus)" in text
+    text = sheet_markdown(sheet, [figure], tmp_path)
+    assert text.startswith("## Shift invariance") and made in text and cost in text
     assert "![shift by head](figures/shift-by-head.png)" in text
+
+
+def test_results_of_the_first_version_stay_readable(
+    settings: ShiftSettings, workers: Workers, tmp_path: Path
+) -> None:
+    """They hold the parts of "made" one by one, and no seconds of the processor."""
+    settings = replace(settings, panels=("length",), beside=(), texts=1)
+    run_shift(settings, tmp_path, workers=workers)
+    before = summarise(settings, stored_results(settings, tmp_path))
+    store = ResultStore(tmp_path)
+    for todo, (found,) in stored_results(settings, tmp_path).items():
+        kept = {name: found.facts[name] for name in ("text", "domain", "document", "digest")}
+        versions = {"torch": "2.0", "transformers": "5.0", "date": "2026-01-02"}
+        machine = {"threads": 2, "device": "cpu", "machine": "x86_64", "seconds": 90.0}
+        path = next(tmp_path.glob(f"{str(todo.setting).replace(':', '-')}-*/text-000.npz"))
+        store.save(path, todo, replace(found, facts={**kept, **versions, **machine}))
+    after = summarise(settings, stored_results(settings, tmp_path))
+    assert after.made == ["x86_64 CPU, torch 2.0, 2026-01-02, transformers 5.0, threads: 2"]
+    assert after.seconds == 180 and after.processor_seconds is None
+    assert shift_sheet(after, command="C").tables == shift_sheet(before, command="C").tables
+    told: list[Step] = []
+    run_shift(settings, tmp_path, workers=workers, tell=told.append)
+    assert not told
 
 
 def test_the_same_picture_is_the_same_file(
@@ -136,7 +183,7 @@ def test_the_same_picture_is_the_same_file(
     settings = replace(settings, panels=("shift",), texts=1)
     run_shift(settings, tmp_path, workers=workers)
     summary = summarise(settings, stored_results(settings, tmp_path))
-    drawn = [draw_figures(summary, tmp_path / name) for name in ("one", "two")]
+    drawn = [save_figures(draw_shift(summary), tmp_path / name) for name in ("one", "two")]
     assert [path.name for path in drawn[0]] == ["shift-by-shift.png", "shift-by-head.png"]
     for one, two in zip(*drawn, strict=True):
         assert one.read_bytes() == two.read_bytes()

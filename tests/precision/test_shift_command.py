@@ -12,6 +12,11 @@ from click.testing import CliRunner, Result
 from anchorcontext.cli.diagnose import DIAGNOSES, command
 from anchorcontext.cli.diagnose.common import command_line
 from anchorcontext.cli.diagnose.shift import command as shift_command
+from anchorcontext.cli.diagnose.shift import read_settings
+from anchorcontext.precision.first_token.measure import FirstTokenSettings
+from anchorcontext.precision.gradients.measure import GradientSettings
+from anchorcontext.precision.rope.measure import RopeSettings
+from anchorcontext.precision.shift.settings import PRESETS
 
 
 def shift(*arguments: str | Path) -> Result:
@@ -44,11 +49,50 @@ def test_it_measures_draws_and_writes(
     ]
     text = page.read_text()
     assert text.startswith("# Precision\n") and "--shifts 0,4" in text
+    assert "<!-- begin shift -->" in text and "(precision/shift-by-token.png)" in text
     assert (page.parent / "precision" / "shift-by-token.svg").exists()
+    sheet = json.loads((tmp_path / "out" / "shift.sheet.json").read_text())
+    assert "shift-by-token" in sheet["figures"]
+    assert done.output.index(sheet["readings"][0]) < done.output.index(sheet["tables"][0]["title"])
 
-    again = shift(short_model, *options, "--stored", "--json", report)
-    assert again.exit_code == 0
+    again = shift(short_model, *options, "--stored", "--no-figures", "--json", report)
+    assert again.exit_code == 0 and "drawn to" not in again.output
     assert json.loads(report.read_text())["deviations"] == deviations
+
+
+def test_what_is_not_given_is_the_presets() -> None:
+    given = {"settings": "bf16,random:bf16", "shifts": "0,4", "tokens": 64, "texts": None}
+    chosen = read_settings("m", "quick", given)
+    assert [str(setting) for setting in chosen.settings] == ["pretrained:bf16", "random:bf16"]
+    assert chosen.beside == () and (chosen.shifts, chosen.tokens) == ((0, 4), 64)
+    assert chosen.lengths == PRESETS["quick"].lengths and chosen.texts == PRESETS["quick"].texts
+    assert read_settings("m", "quick", {}).beside == PRESETS["quick"].beside
+    with_it = read_settings("m", "quick", {"settings": "bf16", "beside": "fp64"})
+    assert [str(setting) for setting in with_it.beside] == ["pretrained:fp64"]
+
+
+def test_help_says_the_defaults() -> None:
+    def help_of(name: str) -> str:
+        return " ".join(CliRunner().invoke(command, [name, "--help"]).output.split())
+
+    text = help_of("shift")
+    for preset in PRESETS.values():
+        lengths = f"lengths {preset.lengths[0]} to {preset.lengths[-1]:,}"
+        shifts = f"{len(preset.shifts)} shifts"
+        assert f"{preset.tokens:,} tokens, {shifts}, {lengths}, {preset.texts} texts" in text
+        assert f"to {preset.beside_tokens:,} tokens" in text
+        assert (preset.reference, preset.length_shift, preset.seed) == (16, 0, 0)
+    for name, settings in (
+        ("rope", RopeSettings("m")),
+        ("first-token", FirstTokenSettings("m")),
+        ("gradients", GradientSettings("m")),
+    ):
+        text = help_of(name)
+        assert f"sequence, default {settings.tokens:,}." in text
+        assert f"Sequences, default {settings.texts};" in text
+    rope = RopeSettings("m")
+    assert f"default {','.join(map(str, rope.offsets))}" in help_of("rope")
+    assert (rope.heads, rope.shift, FirstTokenSettings("m").shifts) == (3, 16, (16, 0))
 
 
 def test_nothing_stored_is_said(short_model: Path, options: list[str | Path]) -> None:

@@ -46,16 +46,36 @@ def result_options(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def text_options(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``--tokens``, ``--texts``, ``--source`` and ``--seed``."""
-    for option in (
-        click.option("--seed", type=int, metavar="N", help="Of texts and of random numbers."),
-        click.option("--source", metavar="PATH", help="Documents; default the standard library's."),
-        click.option("--texts", type=int, metavar="N", help="Sequences; more go on from those."),
-        click.option("--tokens", type=int, metavar="T", help="Tokens of a sequence."),
-    ):
-        function = option(function)
-    return function
+def text_options(*, tokens: str, texts: str) -> Callable[..., Any]:
+    """``--tokens``, ``--texts``, ``--source`` and ``--seed``; the help names these defaults."""
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        for option in (
+            click.option(
+                "--seed", type=int, metavar="N", help="Of texts and of random numbers; default 0."
+            ),
+            click.option(
+                "--source", metavar="PATH", help="Documents; default the standard library's."
+            ),
+            click.option(
+                "--texts",
+                type=int,
+                metavar="N",
+                help=f"Sequences, default {texts}; more go on from those stored.",
+            ),
+            click.option(
+                "--tokens", type=int, metavar="T", help=f"Tokens of a sequence, default {tokens}."
+            ),
+        ):
+            function = option(function)
+        return function
+
+    return add
+
+
+threads_option = click.option(
+    "--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads, default torch's own."
+)
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -114,6 +134,8 @@ def show(
 ) -> None:
     """Print a sheet, leave it in ``out`` for the report, draw its figures, write its section.
 
+    Readings come first, and of tables that are too long for a page only the brief ones.
+
     Raises:
         UserError: matplotlib is not installed; a file cannot be written.
     """
@@ -128,16 +150,21 @@ def show(
         sheet_markdown,
     )
 
-    for table in sheet.tables:
-        echo_table(table.rows, table.headers, title=table.title)
     for reading in sheet.readings:
         echo(f"- {reading}")
+    for table in sheet.brief or sheet.tables:
+        echo(f"\n{table.title}")  # not as the table's own, which wraps at the table's width
+        echo_table(table.rows, table.headers)
+    if sheet.brief:
+        echo(f"every number: `anchorcontext diagnose report {out}`, or --json PATH")
     if not is_main_rank():
         return
     save_sheet(sheet, out)
     drawn = save_figures(draw() if figures else {}, out / FIGURES)
     titles = {path.stem: path.stem.replace("-", " ") for path in drawn}
     save_sheet(replace(sheet, figures=titles), out)
+    if drawn:
+        echo(f"drawn to {out / FIGURES}: {', '.join(titles)}")
     if markdown is not None:
         beside = copy_figures(drawn, markdown.with_suffix(""))
         write_section(markdown, sheet.name, sheet_markdown(sheet, beside, markdown.parent))

@@ -16,6 +16,7 @@ from anchorcontext.cli.diagnose.common import (
     result_options,
     show,
     text_options,
+    threads_option,
 )
 from anchorcontext.errors import UserError
 
@@ -28,9 +29,9 @@ from anchorcontext.errors import UserError
     metavar="A[,A...]",
     help="plain, clamped, gap:N, moved:K, token:eos|frequent|random|none or an id.",
 )
-@click.option("--shifts", metavar="D,D", help="The reference's and the other one's.")
-@text_options
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.")
+@click.option("--shifts", metavar="D,D", help="The reference's and the other one's; default 16,0.")
+@text_options(tokens="1,024", texts="2")
+@threads_option
 @result_options
 def command(
     model: str,

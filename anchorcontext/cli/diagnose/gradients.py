@@ -28,7 +28,7 @@ from anchorcontext.errors import UserError
     help="DTYPE[+CONTROL...][@SHIFT], as in bf16,bf16@16,bf16+rope_tables+rotation; controls "
     "rope_tables, rotation, qk (in fp32) and weights (not rounded to bf16).",
 )
-@text_options
+@text_options(tokens="1,024", texts="2")
 @result_options
 def command(
     model: str,

@@ -16,6 +16,7 @@ from anchorcontext.cli.diagnose.common import (
     result_options,
     show,
     text_options,
+    threads_option,
 )
 from anchorcontext.errors import UserError
 
@@ -28,18 +29,20 @@ from anchorcontext.errors import UserError
     help="Whose heads: pretrained:bf16, random:bf16, ..., and normal numbers.",
 )
 @click.option("--layers", metavar="N[,N...]", help="Of models; default first, middle and last.")
-@click.option("--heads", type=int, metavar="N", help="Query heads of a layer, evenly spread.")
+@click.option("--heads", type=int, metavar="N", help="Query heads of a layer, default 3.")
 @click.option(
     "--stacks",
     metavar="K:F[,K:F...]",
     help="Formats of the stages: eager, sdpa, rotation-fp32, tables-fp32, qk-fp32, quantised, all "
     "or a stage; of fp32, bf16, fp16, fp8_e4m3, fp8_e5m2.",
 )
-@click.option("--offsets", metavar="P[,P...]", help="Position of the first token.")
-@click.option("--shift", type=int, metavar="D", help="Of the twin.")
-@text_options
+@click.option(
+    "--offsets", metavar="P[,P...]", help="Of the first token; default 0,1024,16384,131072."
+)
+@click.option("--shift", type=int, metavar="D", help="Of the twin, default 16.")
+@text_options(tokens="512", texts="1")
 @click.option("--deepspeed/--no-deepspeed", default=True, help="Also cast a model by DeepSpeed.")
-@click.option("--threads", type=click.IntRange(min=1), metavar="N", help="CPU threads.")
+@threads_option
 @result_options
 def command(
     model: str,

@@ -6,5 +6,6 @@
     store.py       results on disk, one file a walk and text
     measure.py     measure what is missing, read what is stored
     summary.py     means over texts
-    figures.py, page.py, sheet.py   drawn; as Markdown; readings made from the numbers
+    figures.py     panels drawn from them
+    sheet.py       tables and readings
 """

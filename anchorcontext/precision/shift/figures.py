@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...watch.draw import DOCUMENT_COLORS, new_figure, save_figure
+from ...watch.draw import DOCUMENT_COLORS, new_figure
 from ..measures import FORMS, WEIGHTS, Deviation, column_bins
 from .summary import Curve, ShiftSummary
 
@@ -21,33 +20,20 @@ COLORS = dict(zip(("bf16", "fp32", "fp16", "fp64"), DOCUMENT_COLORS, strict=Fals
 LINES = {"pretrained": "-", "random": "--"}
 
 
-def draw_figures(summary: ShiftSummary, folder: Path) -> list[Path]:
-    """Draw every panel that was measured as ``shift-NAME.png`` and ``.svg``; gives the PNGs.
+def draw_shift(summary: ShiftSummary) -> dict[str, Figure]:
+    """Every panel that was measured: ``shift-by-shift``, ``-token``, ``-length`` and ``-head``.
 
     Raises:
         UserError: matplotlib is not installed.
     """
-    import matplotlib
-
     panels: dict[str, Callable[[ShiftSummary], Figure | None]] = {
-        "by-shift": draw_by_shift,
-        "by-token": draw_by_token,
-        "by-length": draw_by_length,
-        "by-head": draw_by_head,
+        "shift-by-shift": draw_by_shift,
+        "shift-by-token": draw_by_token,
+        "shift-by-length": draw_by_length,
+        "shift-by-head": draw_by_head,
     }
-    drawn = []
-    for name, draw in panels.items():
-        # Ids in an SVG are random without a salt: the same picture is to be the same file.
-        with matplotlib.rc_context({"svg.hashsalt": name, "svg.fonttype": "none"}):
-            figure = draw(summary)
-            if figure is None:
-                continue
-            path = folder / f"shift-{name}.png"
-            save_figure(figure, path)
-            figure.set_layout_engine("none")  # it stays as it was laid out
-            figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
-        drawn.append(path)
-    return drawn
+    drawn = ((name, draw(summary)) for name, draw in panels.items())
+    return {name: figure for name, figure in drawn if figure is not None}
 
 
 def draw_by_shift(summary: ShiftSummary) -> Figure | None:

@@ -6,9 +6,6 @@ stands on texts that all settings have: curves that are compared are of the same
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -26,7 +23,7 @@ from ..measures import Deviation, DeviationSum
 from ..models import lab_model, model_digest
 from ..rotary import Rotary
 from ..texts import Text, read_texts
-from ..units import Step, Tell
+from ..units import Progress, Tell, made_by
 from ..walk import Variant, walk
 from ..workers import Workers
 from .settings import KINDS, ShiftSettings, Walk
@@ -41,6 +38,16 @@ class WalkUnit:
     text: Text
     path: Path
 
+    @property
+    def name(self) -> str:
+        """For the bar."""
+        return f"text {self.text.number} {self.walk.setting} {self.walk.kind}"
+
+    @property
+    def work(self) -> float:
+        """Its share of the time."""
+        return self.walk.work()
+
 
 def run_shift(
     settings: ShiftSettings, out: Path, *, workers: Workers, tell: Tell | None = None
@@ -52,7 +59,7 @@ def run_shift(
     """
     store = ResultStore(out)
     units = list(missing_units(settings, store))
-    report = _Reporter(tell, sum(unit.walk.work() for unit in units))
+    progress = Progress(units, tell)
     with ExitStack() as stack:
         for (_, setting), group in groupby(units, lambda u: (u.text.number, u.walk.setting)):
             stack.close()  # one model at a time
@@ -67,7 +74,7 @@ def run_shift(
                 )
             )
             for unit in group:
-                _measure_and_store(unit, settings, store, model, rotary, workers, report)
+                _measure_and_store(unit, settings, store, model, rotary, workers, progress)
 
 
 def missing_units(settings: ShiftSettings, store: ResultStore) -> Iterator[WalkUnit]:
@@ -87,22 +94,6 @@ def missing_units(settings: ShiftSettings, store: ResultStore) -> Iterator[WalkU
                 yield WalkUnit(todo, text, path)
 
 
-class _Reporter:
-    """Turns layers into shares of the whole run."""
-
-    def __init__(self, tell: Tell | None, total: float) -> None:
-        self.tell, self.total, self.done = tell, total, 0.0
-
-    def __call__(self, unit: WalkUnit, layer: int, num_layers: int, stored: bool = False) -> None:
-        done = self.done + unit.walk.work() * layer / num_layers
-        if stored:
-            self.done = done
-        if self.tell is not None:
-            name = f"text {unit.text.number} {unit.walk.setting} {unit.walk.kind}"
-            layers = "" if stored else f", layer {layer}/{num_layers}"
-            self.tell(Step(name + layers, done, self.total, stored))
-
-
 def _measure_and_store(
     unit: WalkUnit,
     settings: ShiftSettings,
@@ -110,7 +101,7 @@ def _measure_and_store(
     model: PreTrainedModel,
     rotary: Rotary | None,
     workers: Workers,
-    report: _Reporter,
+    progress: Progress,
 ) -> None:
     start, processor = time.perf_counter(), time.process_time()
     num_layers = model.config.get_text_config().num_hidden_layers
@@ -122,14 +113,14 @@ def _measure_and_store(
         rotary=rotary,
         scores=settings.scores,
         same_input=settings.same_input,
-        after_layer=lambda layer: report(unit, layer, num_layers),
+        after_layer=lambda layer: progress.at(unit, layer / num_layers),
     )
     facts = _facts(unit, workers, settings) | {
         "seconds": round(time.perf_counter() - start, 2),
         "processor_seconds": round(time.process_time() - processor, 2),
     }
     store.save(unit.path, unit.walk, WalkResult(deviations, facts))
-    report(unit, num_layers, num_layers, stored=True)
+    progress.stored(unit)
 
 
 def measure(
@@ -198,9 +189,5 @@ def _facts(unit: WalkUnit, workers: Workers, settings: ShiftSettings) -> dict[st
         "document": text.document,
         "digest": text.digest,
         "threads": workers.num_threads,
-        "device": settings.device,
-        "machine": platform.machine(),
-        "date": str(datetime.date.today()),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
+        "made": made_by(torch.device(settings.device)),
     }

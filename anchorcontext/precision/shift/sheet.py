@@ -1,34 +1,49 @@
-"""``diagnose shift`` as a sheet: its table, and readings made from the numbers."""
+"""Tables and readings of ``diagnose shift``.
+
+Readings state what the numbers say; the thresholds they use are constants of :mod:`..sheet`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from typing import Any
 
+import numpy as np
+
+from ..measures import FORMS, WEIGHTS
+from ..models import Setting
 from ..sheet import CLEAR, LARGER, STANDS_OUT, Sheet, Table, trend
-from .summary import HEADERS, Curve, ShiftSummary, summary_rows
+from .summary import Curve, ShiftSummary
 
 
-def shift_sheet(summary: ShiftSummary, command: str, figures: Sequence[str]) -> Sheet:
-    """``figures``: names under OUT/figures."""
+def shift_sheet(summary: ShiftSummary, *, command: str) -> Sheet:
+    """Everything that was measured."""
+    settings = asdict(summary.settings)
+    for name in ("settings", "beside"):
+        settings[name] = [str(setting) for setting in getattr(summary.settings, name)]
     return Sheet(
         name="shift",
         title="Shift invariance",
         command=command,
-        made=summary.machines,
-        settings=asdict(summary.settings),
+        made=[*summary.made, *_cost(summary)],
+        settings=settings,
         readings=shift_readings(summary),
-        tables=[
-            Table(
-                "D (eq. 4), weighted, sum over layers and heads, mean over texts; the entry form "
-                "without weights, divided by layers; the first key column's share of that; mean "
-                "probability on it; mean absolute logit error (eq. 5) on it and on the others.",
-                list(HEADERS),
-                [list(row) for row in summary_rows(summary)],
-            )
-        ],
-        figures={name: name.replace("-", " ") for name in figures},
+        tables=[table for table in _tables(summary) if table.rows],
     )
+
+
+def _cost(summary: ShiftSummary) -> list[str]:
+    known = [
+        f"{seconds / 60:.3g} min {of}"
+        for seconds, of in (
+            (summary.seconds, "on the clock"),
+            (summary.processor_seconds, "of processor time"),
+        )
+        if seconds is not None
+    ]
+    return [f"a text took {', '.join(known)}"] if known else []
 
 
 def shift_readings(summary: ShiftSummary) -> list[str]:
@@ -126,3 +141,116 @@ def _first(curves: Sequence[Curve]) -> list[str]:
                     f"{trend(share / before)} ({before:.1%} to {share:.1%})."
                 )
     return readings
+
+
+def _tables(summary: ShiftSummary) -> list[Table]:
+    settings = summary.settings
+    by_length, by_shift = summary.kind("length"), summary.kind("shift")
+    compared = f"shifts {settings.length_shift:,} and {settings.reference:,}"
+    tables = []
+    if by_length:
+        tables += [
+            Table(
+                f"D against length, {_texts(summary, 'length')}, {compared}: eq. 4, entry form, "
+                "weighted, sum over layers and heads, mean over texts ± standard error.",
+                *_by_axis(by_length, lambda c: _totals(c, "weighted")),
+            ),
+            Table(
+                "The same without weights, divided by the layers.",
+                *_by_axis(by_length, lambda c: _totals(c, "unweighted")),
+            ),
+            Table(
+                "Probability that moves to other keys, of a row's 1, mean over rows, layers and "
+                "heads: half of the last table over heads and tokens.",
+                *_by_axis(by_length, lambda c: [f"{c.mean(at).moved():.2g}" for at in c.axis]),
+            ),
+        ]
+    tables.append(_first_column(by_length or by_shift, settings.settings))
+    if by_shift:
+        where = f"at {settings.tokens:,} tokens, {_texts(summary, 'shift')}"
+        tables += [
+            _forms(by_shift, settings.length_shift, f"The three forms of D {where}, {compared}."),
+            Table(
+                f"D against shift {where}, compared with shift {settings.reference:,}: entry form, "
+                "weighted.",
+                *_by_axis(by_shift, lambda c: _totals(c, "weighted")),
+            ),
+        ]
+    return tables
+
+
+def _texts(summary: ShiftSummary, kind: str) -> str:
+    """What a panel stands on: ``2 of 50 texts (1 of prose, 1 of code)``."""
+    domains, wanted = summary.domains[kind], summary.settings.texts
+    counts = ", ".join(f"{count} of {name}" for name, count in Counter(domains).items())
+    missing = f" of {wanted}" if len(domains) < wanted else ""
+    return f"{len(domains)}{missing} text{'s' if wanted > 1 else ''} ({counts})"
+
+
+def _by_axis(
+    curves: Sequence[Curve], cells: Callable[[Curve], list[str]]
+) -> tuple[list[str], list[list[Any]]]:
+    """Headers, and one row a shift or length, one column a setting."""
+    columns = [dict(zip(curve.axis, cells(curve), strict=True)) for curve in curves]
+    headers = [_axis_name(curves), *(str(curve.setting) for curve in curves)]
+    axis = sorted({at for column in columns for at in column})
+    return headers, [[at, *(column.get(at) for column in columns)] for at in axis]
+
+
+def _axis_name(curves: Sequence[Curve]) -> str:
+    return "tokens" if curves[0].kind == "length" else "shift"
+
+
+def _totals(curve: Curve, weights: str) -> list[str]:
+    """D, entry form, with its standard error where there are texts enough; unweighted, a layer."""
+    mean, error = curve.totals("entry", weights)
+    layers = curve.mean(curve.axis[0]).heads.shape[2] if weights == "unweighted" else 1
+    return [
+        f"{m:.3g}" if np.isnan(e) else f"{m:.3g} ± {e:.1g}"
+        for m, e in zip(mean / layers, error / layers, strict=True)
+    ]
+
+
+def _first_column(curves: Sequence[Curve], shown: Sequence[Setting]) -> Table:
+    rows: list[list[Any]] = []
+    for curve in curves:
+        for at in curve.axis if curve.setting in shown else ():
+            mean = curve.mean(at)
+            rows.append(
+                [
+                    str(curve.setting),
+                    at,
+                    f"{mean.first_share('entry'):.1%}",
+                    f"{mean.first_share('entry', 'unweighted'):.1%}",
+                    f"{mean.first_share('column'):.1%}",
+                    f"{mean.mass[0]:.1%}",
+                    float(mean.logits[2, 0]),
+                    float(mean.logits[2, 1:].mean()),
+                ]
+            )
+    return Table(
+        "The first key column: its share of D in the entry form with and without weights, its "
+        "share in the column form, the mean probability on it, and the mean absolute logit error "
+        "(eq. 5) on it and on the other columns.",
+        [
+            "setting",
+            _axis_name(curves),
+            "share, weighted",
+            "unweighted",
+            "column form",
+            "probability",
+            "logit error on it",
+            "on others",
+        ],
+        rows,
+    )
+
+
+def _forms(curves: Sequence[Curve], shift: int, title: str) -> Table:
+    headers = ["setting", *FORMS, *(f"{form}, unweighted" for form in FORMS)]
+    rows: list[list[Any]] = [
+        [str(c.setting), *(c.mean(shift).total(form, w) for w in WEIGHTS for form in FORMS)]
+        for c in curves
+        if shift in c.axis
+    ]
+    return Table(title, headers, rows)

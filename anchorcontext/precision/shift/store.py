@@ -34,8 +34,9 @@ BY_COLUMN = ("columns", "logits", "layer_columns", "mass")
 class WalkResult:
     """What a walk over one text found: deviations by (shift, length), and facts about the run.
 
-    ``facts``: text number, domain, document and digest, seconds on the clock and of the processor,
-    date, versions.
+    ``facts``: ``text`` number, ``domain``, ``document`` and ``digest``, ``threads``, ``made`` (see
+    :func:`~..units.made_by`), ``seconds`` on the clock and, as ``processor_seconds``, of the
+    processor, which the oldest results lack.
     """
 
     deviations: Mapping[tuple[int, int], Deviation]
@@ -73,7 +74,7 @@ class ResultStore:
             return None
         try:
             with np.load(path) as arrays:
-                facts = json.loads(str(arrays["facts"]))
+                facts = _with_made(json.loads(str(arrays["facts"])))
                 if digest is not None and facts["digest"] != digest:
                     logger.warning("%s was measured on another text: measured again", path)
                     return None
@@ -90,3 +91,12 @@ class ResultStore:
             logger.warning("%s cannot be read (%s): measured again", path, error)
             return None
         return WalkResult(deviations, facts)
+
+
+def _with_made(facts: dict[str, Any]) -> dict[str, Any]:
+    """``facts`` with ``made``, of which older results hold the parts one by one."""
+    if "made" not in facts:
+        machine = f"{facts['machine']} {facts['device'].upper()}"
+        versions = f"torch {facts['torch']}, {facts['date']}, transformers {facts['transformers']}"
+        facts["made"] = f"{machine}, {versions}"
+    return facts

@@ -1,9 +1,11 @@
-"""Means over texts of what ``diagnose shift`` stored, and the table of them."""
+"""Means over texts of what ``diagnose shift`` stored."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any
 
 import numpy as np
 
@@ -43,12 +45,21 @@ class Curve:
 
 @dataclass(frozen=True)
 class ShiftSummary:
-    """Everything measured: curves, the domains of their texts by kind, where and with what."""
+    """Everything measured.
+
+    Attributes:
+        curves: one a walk.
+        domains: by kind of walk, the domain of each text.
+        made: where and with what, each once.
+        seconds, processor_seconds: of all walks over one text, mean over texts; None: not known.
+    """
 
     settings: ShiftSettings
     curves: list[Curve]
     domains: dict[str, list[str]]
-    machines: list[str]
+    made: list[str]
+    seconds: float | None = None
+    processor_seconds: float | None = None
 
     def kind(self, kind: str) -> list[Curve]:
         """The curves against "shift" or "length"."""
@@ -69,13 +80,22 @@ def summarise(
         }
         curves.append(Curve(walk.setting, walk.kind, of))
         domains[walk.kind] = [result.facts["domain"] for result in found]
-    facts = [result.facts for found in results.values() for result in found]
-    machines = {
-        f"{f['machine']}, {f['device']}, {f['threads']} threads, torch {f['torch']}, "
-        f"transformers {f['transformers']}, {f['date']}"
-        for f in facts
-    }
-    return ShiftSummary(settings, curves, domains, sorted(machines))
+    facts = [[result.facts for result in found] for found in results.values()]
+    made = {f"{f['made']}, threads: {f['threads']}" for of_walk in facts for f in of_walk}
+    return ShiftSummary(
+        settings,
+        curves,
+        domains,
+        sorted(made),
+        _seconds_of_text(facts, "seconds"),
+        _seconds_of_text(facts, "processor_seconds"),
+    )
+
+
+def _seconds_of_text(facts: Sequence[Sequence[Mapping[str, Any]]], name: str) -> float | None:
+    """The sum over walks, each the mean over the texts that tell; None where none of a walk do."""
+    known = [[of_text[name] for of_text in of_walk if name in of_text] for of_walk in facts]
+    return sum(fmean(seconds) for seconds in known) if all(known) else None
 
 
 def mean_deviation(deviations: Sequence[Deviation]) -> Deviation:
@@ -88,59 +108,11 @@ def mean_deviation(deviations: Sequence[Deviation]) -> Deviation:
     )
 
 
-HEADERS = (
-    "weights:dtype",
-    "tokens",
-    "shift",
-    "D signed",
-    "D column",
-    "D entry",
-    "± of D entry",
-    "unweighted, a layer",
-    "first column of it",
-    "mass on it",
-    "logit error: first",
-    "others",
-)
-
-
-def summary_rows(summary: ShiftSummary) -> list[tuple[object, ...]]:
-    """One row a deviation, for :data:`HEADERS`.
-
-    Eq. 4 weighted, summed over layers and heads; "unweighted, a layer" is the entry form without
-    weights divided by the layers; then the first key column's share of that, the mean probability
-    on that column, and eq. 5 in the entry form on it and on the others (mean over columns).
-    """
-    rows: list[tuple[object, ...]] = []
-    for curve in summary.curves:
-        errors = curve.totals("entry", "weighted")[1]
-        for at, error in zip(curve.axis, errors, strict=True):
-            mean = curve.mean(at)
-            shift = at if curve.kind == "shift" else summary.settings.length_shift
-            rows.append(
-                (
-                    str(curve.setting),
-                    mean.num_tokens,
-                    shift,
-                    *(mean.total(form) for form in FORMS),
-                    float(error) if np.isfinite(error) else None,  # of one text
-                    mean.total("entry", "unweighted") / mean.heads.shape[2],
-                    f"{mean.first_share('entry', 'unweighted'):.1%}",
-                    f"{mean.mass[0]:.1%}",
-                    float(mean.logits[2, 0]),
-                    float(mean.logits[2, 1:].mean()),
-                )
-            )
-    return rows
-
-
 def summary_report(summary: ShiftSummary) -> dict[str, object]:
-    """Everything as JSON: totals, layers, heads and binned columns of every deviation."""
+    """For JSON: totals, layers, heads and binned columns of every deviation."""
     return {
-        "settings": summary.settings,
         "texts": {kind: len(domains) for kind, domains in summary.domains.items()},
         "domains": summary.domains,
-        "machines": summary.machines,
         "deviations": [
             {
                 "setting": str(curve.setting),
