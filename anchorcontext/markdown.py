@@ -6,11 +6,13 @@ import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from .files import written_whole
+
 
 def write_section(path: Path, name: str, text: str) -> None:
     """Put ``text`` between the markers of section ``name``; made at the page's end if missing.
 
-    A page that is missing is made too, titled by its file's name.
+    A page that is missing is made too, titled by its file's name. Its readers never see half of it.
     """
     begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
     section = f"{begin}\n{text.strip()}\n{end}"
@@ -20,8 +22,8 @@ def write_section(path: Path, name: str, text: str) -> None:
         page = pattern.sub(lambda _: section, page)
     else:
         page = f"{page.rstrip()}\n\n{section}\n"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page)
+    with written_whole(path) as beside:
+        beside.write_text(page)
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
