@@ -39,4 +39,5 @@ def run_by_position(
         with writing("--output", output):
             draw_positions(reports, output / FIGURE)
     say(f"written: {output / FIGURE}")
-    return Part(reports, report_markdown(reports))
+    text = report_markdown(reports)
+    return Part(reports, text, reports, text)

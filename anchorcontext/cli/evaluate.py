@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -31,9 +32,13 @@ class Part:
     """What one kind of task found."""
 
     report: Any
-    """Goes into ``--json`` and ``results.json``."""
+    """What was asked for; goes into ``--json``."""
     markdown: str
-    """A section of ``results.md``."""
+    """The same for ``--markdown``; empty: nothing of it has a score."""
+    kept: Any
+    """With what earlier calls found; goes into ``results.json``. Empty: nothing has a score."""
+    kept_markdown: str
+    """The same for ``results.md``."""
     complete: bool = True
     """Everything that was asked for has a score."""
 
@@ -222,22 +227,52 @@ def command(
     if positions is not None:
         parts[LOSS_BY_POSITION] = run_by_position(targets, positions, output, echo)
     if is_main_rank():
-        _write(parts, output, page, section)
+        write_results(parts, targets, output)
+        if page is not None:
+            _write_page(parts, page, section)
     complete = all(part.complete for part in parts.values())
     return Outcome({kind: p.report for kind, p in parts.items()}, exit_code=0 if complete else 1)
 
 
-def _write(parts: dict[str, Part], output: Path, page: Path | None, section: str) -> None:
-    with writing("--output", output):
-        write_json(output / "results.json", {kind: part.report for kind, part in parts.items()})
-        text = "\n\n".join(part.markdown for part in parts.values())
-        (output / "results.md").write_text(text + "\n")
-    if page is not None:
-        from anchorcontext.markdown import write_section
+def write_results(parts: dict[str, Part], targets: Sequence[Target], output: Path) -> None:
+    """Put what has scores into the result files. Kinds of tasks that were not asked for now stay
+    there as they are, if they are of the same weights."""
+    from anchorcontext.markdown import write_section
 
+    scored = {kind: part for kind, part in parts.items() if part.kept}
+    data, tables = output / "results.json", output / "results.md"
+    if not scored:
+        echo(f"nothing was scored; {data} and {tables} stay as they are")
+        return
+    weights = {"weights": {target.name: target.digest() for target in targets}}
+    with writing("--output", output):
+        old = _written_before(data)
+        if {key: old.get(key) for key in weights} != weights:
+            old = {}
+            tables.unlink(missing_ok=True)
+        write_json(data, old | weights | {kind: part.kept for kind, part in scored.items()})
+        for kind, part in scored.items():
+            write_section(tables, kind, part.kept_markdown)
+    echo(f"written: {data}, {tables}")
+
+
+def _written_before(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _write_page(parts: dict[str, Part], page: Path, section: str) -> None:
+    """What was asked for, beside the command that asked; nothing, if nothing has a score."""
+    from anchorcontext.markdown import write_section
+
+    texts = [part.markdown for part in parts.values() if part.markdown]
+    if texts:
         with writing("--markdown", page):
-            write_section(page, section, f"{_provenance()}\n\n{text}")
-    echo(f"written: {output / 'results.json'}, {output / 'results.md'}")
+            write_section(page, section, "\n\n".join([_provenance(), *texts]))
+        echo(f"written: {page}")
 
 
 def run_harness(
@@ -268,7 +303,14 @@ def run_harness(
         echo_table(others, ["task", "metric", "score"])
     for note in notes(report):
         say(note)
-    return Part(report, markdown(report), complete=not findings.skipped)
+    kept = summarize(findings.with_earlier())
+    return Part(
+        report,
+        markdown(report) if report.results else "",
+        kept if kept.results else None,
+        markdown(kept),
+        complete=not findings.skipped,
+    )
 
 
 def _provenance() -> str:

@@ -297,7 +297,7 @@ def test_a_task_whose_data_is_here_is_scored_by_the_harness(model_folder, tmp_pa
     (tmp_path / "data.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     (tmp_path / "task.yaml").write_text(MULTIPLE_CHOICE.format(data=tmp_path / "data.jsonl"))
     local = TaskManager(include_path=str(tmp_path), include_defaults=False)
-    monkeypatch.setattr("anchorcontext.evaluate.harness.run._manager", lambda name: local)
+    monkeypatch.setattr("anchorcontext.evaluate.harness.available._manager", lambda name: local)
     options = Options(samples=2, dtype="fp32", device="cpu")
     findings = run_units(find_targets([model_folder]), ["hellaswag"], options, tmp_path / "out")
     (result,) = findings.results
@@ -341,6 +341,43 @@ def test_one_command_from_folder_to_tables_and_again_without_computing(
     assert "2 results were there already" in again.output, again.output
     with pytest.raises(AssertionError, match="everything was stored"):  # other samples
         CliRunner().invoke(command, [*arguments, "--samples", "1"], catch_exceptions=False)
+
+
+def test_a_second_call_adds_its_scores_to_the_first_ones(model_folder, tmp_path):
+    def evaluate(*arguments):
+        always = ["--samples", "1", "--dtype", "fp32", "--device", "cpu", "--output", tmp_path]
+        page = ["--markdown", tmp_path / "page.md"]
+        return CliRunner().invoke(
+            command, [str(a) for a in (model_folder, *arguments, *always, *page)]
+        )
+
+    def table():
+        report = json.loads((tmp_path / "results.json").read_text())["harness"]
+        return {(unit["task"], unit["length"]) for unit in report["results"]}
+
+    assert evaluate("--tasks", "vt", "--lengths", "600").exit_code == 0
+    stored = tmp_path / "tiny" / "ruler_vt-600" / "unit.json"
+    other = json.loads(stored.read_text()) | {"task": "ruler_cwe", "fingerprint": "other weights"}
+    (tmp_path / "tiny" / "ruler_cwe-600").mkdir()
+    (tmp_path / "tiny" / "ruler_cwe-600" / "unit.json").write_text(json.dumps(other))
+
+    assert evaluate("--tasks", "fwe", "--lengths", "1500").exit_code == 0
+    assert table() == {("ruler_vt", 600), ("ruler_fwe", 1500)}
+    lines = (tmp_path / "results.md").read_text().splitlines()
+    assert "| VT | 0.00 | – |" in lines and "| FWE | – | 0.00 |" in lines
+    page = (tmp_path / "page.md").read_text()
+    assert "FWE" in page and "VT" not in page  # what its command asked for
+
+    before = (tmp_path / "results.md").read_text()
+    shown = evaluate("--tasks", "hellaswag,qa_squad", "--lengths", "600")
+    assert shown.exit_code == 1
+    assert shown.output.count("hellaswag:") == 1  # said once
+    assert "(Rowan/hellaswag) is not on this machine; --download fetches it" in shown.output
+    assert "Error" not in shown.output
+    assert table() == {("ruler_vt", 600), ("ruler_fwe", 1500)}
+    after = (tmp_path / "results.md").read_text()
+    assert after.split("Not run")[0].strip() == before.split("<!-- end")[0].strip()
+    assert (tmp_path / "page.md").read_text() == page
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@
     require.py     the extra, the hub's cache, the sentence splitter
     scoring.py     RULER's two scores, as its paper defines them
     sources.py     the haystack and the questions: local files, or what is cached
+    available.py   which tasks can be made here
     ruler.py       prompts of RULER's tasks, made by the harness's own generators
     prompts.py     what the model reads: chat template, answer prefix, BOS; the length budget
     units.py       one model, one task, one length: stored whole, never computed twice

@@ -8,8 +8,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,11 @@ from ...errors import UserError
 from ..tally import preserved_rng
 from ..target import Target
 from . import units
-from .catalog import RULER, STANDARD, RulerTask
+from .available import Available, available_tasks
+from .catalog import RULER
 from .progress import Progress, Say
 from .prompts import Fitted, PromptFormat, fit
-from .require import hub, quiet, require_harness, sentence_splitter
+from .require import quiet, require_harness
 from .ruler import NUMPY_SEED, SEED
 from .sources import Sources
 from .units import UnitResult, UnitStore, read_score, write_harness_files
@@ -32,7 +32,6 @@ from .units import UnitResult, UnitStore, read_score, write_harness_files
 if TYPE_CHECKING:
     from lm_eval.api.model import LM
     from lm_eval.api.task import Task
-    from lm_eval.tasks import TaskManager
 
 # Prompt tokens of a batch: more only moves memory, since a prompt of 4K tokens fills the cores.
 BATCH_TOKENS = 16384
@@ -84,6 +83,23 @@ class Findings:
     """Task -> why it could not run here."""
     reused: int = 0
     """Results that an earlier call had stored."""
+    earlier: list[UnitResult] = field(default_factory=list)
+    """Stored results of the same models that were not asked for now."""
+
+    def with_earlier(self) -> Findings:
+        """All that is stored of these models, RULER's tasks first."""
+        order = {name: place for place, name in enumerate(RULER)}
+        results = sorted(
+            [*self.results, *self.earlier],
+            key=lambda result: (
+                order.get(result.task, len(order)),
+                result.task,
+                result.length or 0,
+            ),
+        )
+        scored = {result.task for result in results}
+        skipped = {task: why for task, why in self.skipped.items() if task not in scored}
+        return Findings(results, skipped)
 
 
 def run_units(
@@ -115,11 +131,14 @@ def run_units(
             f"the harness's tasks run in one process, here are {ranks} ranks: leave the launcher "
             "out, or ask for loss-by-position alone under it"
         )
-    device, findings, store = options.device_name(), Findings(), UnitStore(output)
-    ruler, standard = _available(tasks, options, findings)
-    for task, reason in findings.skipped.items():
-        say(f"skipped {task}: {reason}")
-    todo = [unit for target in targets for unit in _units(target, ruler, standard, options)]
+    device, store = options.device_name(), UnitStore(output)
+    available = available_tasks(tasks, options.sources)
+    findings = Findings(skipped=available.missing)
+    if available.ruler or available.standard:  # else the report says so at once
+        for task, reason in findings.skipped.items():
+            say(f"skipped {task}: {reason}")
+    models = [_Model.of(target, options) for target in targets]
+    todo = [unit for model in models for unit in _units(model, available, options)]
     progress = Progress([unit.work for unit in todo], say)
     for target in targets:
         missing = []
@@ -134,6 +153,7 @@ def run_units(
         findings.results += _compute(target, missing, options, device, store, progress)
     order = {name: place for place, name in enumerate(tasks)}
     findings.results.sort(key=lambda result: (order[result.task], result.length or 0))
+    findings.earlier = _earlier(models, {(unit.task, unit.length) for unit in todo}, store)
     return findings
 
 
@@ -209,6 +229,39 @@ def open_model(target: Target, tokenizer: Any, options: Options, device: str) ->
 
 
 @dataclass(frozen=True)
+class _Model:
+    target: Target
+    form: PromptFormat
+    facts: dict[str, Any]
+    """What all of its results depend on."""
+
+    @classmethod
+    def of(cls, target: Target, options: Options) -> _Model:
+        form = PromptFormat(target.tokenizer(), options.chat)
+        facts = {
+            "weights": target.digest(),
+            "tokenizer": tokenizer_digest(form.tokenizer),
+            "template": form.tokenizer.chat_template if options.chat else None,
+            "dtype": options.dtype,
+            "samples": options.samples,
+            "versions": units.versions(),
+        }
+        return cls(target, form, facts)
+
+    def fingerprint(self, task: str, length: int | None, texts: dict[str, str]) -> str:
+        """Of a unit; what has no length of ours has no texts of ours either."""
+        own = {} if length is None else {"length": length, "texts": texts}
+        return units.fingerprint(self.facts | {"task": task} | own)
+
+    def computed(self, result: UnitResult) -> bool:
+        """Whether a stored result is of these weights, asked this way; its samples and versions
+        are its own."""
+        facts = self.facts | {"samples": result.requested, "versions": result.versions}
+        mine = replace(self, facts=facts).fingerprint(result.task, result.length, result.texts)
+        return mine == result.fingerprint
+
+
+@dataclass(frozen=True)
 class _Unit:
     target: Target
     form: PromptFormat
@@ -229,12 +282,8 @@ class _Unit:
         return f"{self.target.name}: {self.task}{place}"
 
 
-def _units(
-    target: Target,
-    ruler: Sequence[RulerTask],
-    standard: dict[str, dict[str, Any]],
-    options: Options,
-) -> list[_Unit]:
+def _units(model: _Model, available: Available, options: Options) -> list[_Unit]:
+    target, form, ruler = model.target, model.form, available.ruler
     limit = target.positions()
     too_long = [n for n in options.lengths if ruler and limit is not None and n > limit]
     if too_long:
@@ -242,15 +291,6 @@ def _units(
             f"--lengths {too_long[0]}: {target.name} has max_position_embeddings = {limit:,}; ask "
             "for at most that, or evaluate a model trained for more"
         )
-    form = PromptFormat(target.tokenizer(), options.chat)
-    facts = {
-        "weights": target.digest(),
-        "tokenizer": tokenizer_digest(form.tokenizer),
-        "template": form.tokenizer.chat_template if options.chat else None,
-        "dtype": options.dtype,
-        "samples": options.samples,
-        "versions": units.versions(),
-    }
     if options.lengths[0] <= ROOMY:
         for spec in ruler:
             # One sample of the smallest length: seconds, before any weights are read.
@@ -259,52 +299,24 @@ def _units(
     for length in options.lengths:  # short ones first: what stops half-way has whole columns
         for spec in ruler:
             texts = options.sources.describe(spec.source)
-            mark = units.fingerprint(facts | {"task": spec.name, "length": length, "texts": texts})
+            mark = model.fingerprint(spec.name, length, texts)
             found.append(_Unit(target, form, spec.name, length, mark))
-    for name, loaded in standard.items():
-        mark = units.fingerprint(facts | {"task": name})
+    for name, loaded in available.standard.items():
+        mark = model.fingerprint(name, None, {})
         found.append(_Unit(target, form, name, None, mark, loaded))
     return found
 
 
-def _available(
-    tasks: Sequence[str], options: Options, findings: Findings
-) -> tuple[list[RulerTask], dict[str, dict[str, Any]]]:
-    """RULER's tasks and the harness's others that can be made here; the rest is put on record."""
-    ruler: list[RulerTask] = []
-    standard: dict[str, dict[str, Any]] = {}
-    for name in tasks:
-        if name in RULER:
-            sentence_splitter(download=options.sources.download)
-            reason = options.sources.missing(RULER[name].source)
-            if reason is None:
-                ruler.append(RULER[name])
-            else:
-                findings.skipped[name] = reason
-            continue
-        try:
-            with hub(download=options.sources.download), quiet():
-                loaded = _manager(name).load([name])
-                standard[name] = {"tasks": loaded["tasks"], "groups": loaded["groups"]}
-        except Exception as error:
-            # The hub's client and the data sets' own scripts raise what they like; whatever it is,
-            # the task cannot be scored here and must not count as 0.
-            reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            offer = "" if options.sources.download else "; --download lets it be fetched"
-            findings.skipped[name] = f"its data set is not on this machine ({reason[:120]}){offer}"
-    return ruler, standard
-
-
-@cache
-def _manager(name: str) -> TaskManager:
-    """The harness's index of the folder of a task known to be there; of all tasks for others."""
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    folder = Path(str(lm_eval.__file__)).parent / "tasks" / name
-    if name in STANDARD and folder.is_dir():
-        return TaskManager(include_path=str(folder), include_defaults=False)
-    return TaskManager()
+def _earlier(
+    models: Sequence[_Model], asked: set[tuple[str, int | None]], store: UnitStore
+) -> list[UnitResult]:
+    """What is stored beyond ``asked``, if of all models: a mean is over all snapshots."""
+    found: dict[tuple[str, int | None], list[UnitResult]] = {}
+    for model in models:
+        for result in store.results(model.target.name):
+            if (result.task, result.length) not in asked and model.computed(result):
+                found.setdefault((result.task, result.length), []).append(result)
+    return [result for each in found.values() if len(each) == len(models) for result in each]
 
 
 def _score(unit: _Unit, lm: Any, options: Options, store: UnitStore) -> UnitResult:

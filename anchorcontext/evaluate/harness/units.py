@@ -85,18 +85,26 @@ class UnitStore:
         self, model: str, task: str, length: int | None, fingerprint: str
     ) -> UnitResult | None:
         """The stored result; None when there is none, or one of other circumstances."""
-        try:
-            values = json.loads((self.place(model, task, length) / "unit.json").read_text())
-            result = UnitResult(**values)
-        except (OSError, ValueError, TypeError):
-            return None
-        return result if result.fingerprint == fingerprint else None
+        result = _read(self.place(model, task, length) / "unit.json")
+        return result if result is not None and result.fingerprint == fingerprint else None
+
+    def results(self, model: str) -> list[UnitResult]:
+        """Every stored result under a model's name, whatever the circumstances."""
+        found = map(_read, sorted((self.folder / model).glob("*/unit.json")))
+        return [result for result in found if result is not None]
 
     def save(self, result: UnitResult) -> None:
         """Store a result; a reader sees all of it or nothing."""
         path = self.place(result.model, result.task, result.length) / "unit.json"
         with writing("--output", path.parent), written_whole(path) as beside:
             beside.write_text(json.dumps(dataclasses.asdict(result), indent=2) + "\n")
+
+
+def _read(path: Path) -> UnitResult | None:
+    try:
+        return UnitResult(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 # What a task that is not RULER's is known by, the first that it has.
