@@ -18,7 +18,7 @@ from typing import Any
 from ..config.schema import flat_keys
 from ..errors import UserError
 from ..markdown import markdown_table
-from ..watch.history import RunHistory, read_run
+from ..watch.history import RunHistory, position_points, read_run
 from .scores import read_results
 
 RESULTS = Path("evaluation") / "results.json"
@@ -49,8 +49,7 @@ class Arm:
 
     def position_curve(self) -> list[tuple[int, float]]:
         """(end of the range, loss), from result files, else from the run's last evaluation."""
-        measured = _curve(self.scores, r"loss-by-position/\d+-(\d+)")
-        return measured or _curve(self.figures, r"loss_by_position/\d+-(\d+)")
+        return position_points(self.scores, "loss-by-position") or position_points(self.figures)
 
 
 @dataclass(frozen=True)

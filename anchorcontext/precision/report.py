@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
 from ..config.yaml_io import to_yaml
 from ..errors import UserError, writing
-from ..watch.page import figures, page, table, write_page
+from ..watch.page import figures, inline_svg, page, table, write_page
 from .sheet import FIGURES, SUFFIX, Sheet, cell, read_sheets
 
 TITLE = "Precision: does it break RoPE?"
@@ -49,9 +48,9 @@ def _section(sheet: Sheet, out: Path) -> Iterator[str]:
     readings = "".join(f"<li>{escape(reading)}</li>" for reading in sheet.readings)
     yield f"<ul>{readings}</ul>"
     drawn = {
-        title: svg
+        title: inline_svg(path.read_text(encoding="utf-8"), title)
         for name, title in sheet.figures.items()
-        if (svg := _inline(out / FIGURES / f"{name}.svg", name)) is not None
+        if (path := out / FIGURES / f"{name}.svg").exists()
     }
     if drawn:
         yield figures(drawn)
@@ -60,14 +59,3 @@ def _section(sheet: Sheet, out: Path) -> Iterator[str]:
         yield f"<details><summary>{escape(one.title)}</summary>{table(rows, one.headers)}</details>"
     settings = escape(to_yaml(sheet.settings))
     yield f"<details><summary>Settings</summary><pre>{settings}</pre></details>"
-
-
-def _inline(path: Path, name: str) -> str | None:
-    """The ``<svg>`` element of a file, as wide as its place; None without the file."""
-    if not path.exists():
-        return None
-    text = path.read_text(encoding="utf-8")
-    head, rest = text[text.index("<svg") :].split(">", 1)
-    head = re.sub(r' (width|height)="[^"]*"', "", head)
-    rest = re.sub(r"<metadata>.*?</metadata>", "", rest, flags=re.DOTALL)
-    return f'{head} role="img" aria-label="{escape(name)}">{rest}'

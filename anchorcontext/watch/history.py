@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,6 +115,14 @@ def seconds_of(record: dict[str, Any]) -> dict[str, float]:
     seconds = record.get("seconds") or 0.0
     known = {part: record.get(f"seconds_{part}") or 0.0 for part in PARTS if part != "other"}
     return {**known, "other": max(seconds - sum(known.values()), 0.0)}
+
+
+def position_points(
+    values: Mapping[str, float | None], task: str = "loss_by_position"
+) -> list[tuple[int, float]]:
+    """(end of the range, loss) of ``TASK/START-STOP`` among measured values, ascending."""
+    found = ((re.fullmatch(rf"{task}/\d+-(\d+)", name), value) for name, value in values.items())
+    return sorted((int(match[1]), value) for match, value in found if match and value is not None)
 
 
 def local_time(seconds: float | None) -> str:

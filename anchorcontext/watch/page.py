@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -67,6 +68,14 @@ def tiles(rows: Iterable[tuple[str, str]]) -> str:
         for name, value in rows
     ]
     return "\n".join(['<div class="tiles">', *shown, "</div>"])
+
+
+def inline_svg(svg: str, title: str) -> str:
+    """The ``<svg>`` element of a whole SVG file, as wide as its place."""
+    head, rest = svg[svg.index("<svg") :].split(">", 1)
+    head = re.sub(r' (width|height|version|xmlns(:\w+)?)="[^"]*"', "", head)
+    head = head.replace("<svg", f'<svg role="img" aria-label="{escape(title)}"', 1)
+    return f"{head}>{re.sub(r'<metadata>.*?</metadata>', '', rest, flags=re.DOTALL)}"
 
 
 def figures(drawn: Mapping[str, str]) -> str:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .draw import new_figure
-from .history import PARTS, PROBLEMS, RunHistory, seconds_of
+from .history import PARTS, PROBLEMS, RunHistory, position_points, seconds_of
+from .page import inline_svg
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -121,18 +122,13 @@ def figure_svg(draw: Callable[[Axes], bool], title: str) -> str | None:
         out = io.StringIO()
         nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
         figure.savefig(out, format="svg", transparent=True, metadata=nothing)
-    return _inline(out.getvalue(), title)
+    return _as_the_page(inline_svg(out.getvalue(), title))
 
 
-def _inline(svg: str, title: str) -> str:
-    """The ``<svg>`` element alone, as wide as its place, in the page's colours."""
-    svg = svg[svg.index("<svg") :]
-    head, rest = svg.split(">", 1)
-    head = re.sub(r' (width|height|version|xmlns(:\w+)?)="[^"]*"', "", head)
-    svg = f"{head}>{rest}"
+def _as_the_page(svg: str) -> str:
+    """In the page's font and colours, coordinates to two digits."""
     svg = re.sub(r"; font-family: [^;\"]*", "", svg)
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)
-    svg = svg.replace("<svg ", f'<svg role="img" aria-label="{title}" ', 1)
     for index, color in enumerate(COLORS):
         svg = svg.replace(color, f"var(--c{index})")
     return svg.replace(INK, "currentColor")
@@ -220,17 +216,6 @@ def _by_position(axes: Axes, run: RunHistory) -> bool:
         axes.set_xscale("log", base=2)
         _legend(axes, 2)
     return bool(curves)
-
-
-def position_points(values: Mapping[str, float | None]) -> list[tuple[int, float]]:
-    """(end of the range, loss) of ``loss_by_position/START-STOP`` among measured values."""
-    name = "loss_by_position/"
-    found = [
-        (int(key.rpartition("-")[2]), value)
-        for key, value in values.items()
-        if key.startswith(name) and value is not None
-    ]
-    return sorted(found)
 
 
 def _gradient(axes: Axes, run: RunHistory) -> bool:
