@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,13 +16,11 @@ if TYPE_CHECKING:
     from anchorcontext.config import Config
     from anchorcontext.plan import CostModel
     from anchorcontext.watch.inspection import Inspection, ModelTraffic
-    from anchorcontext.window import Window
 
 # Margins of the drawn mask; what is left of the terminal's width holds cells of two characters.
 MARGIN_COLUMNS = 32
 MOST_BLOCKS = 64
 MOST_DOCUMENTS = 40
-COPY_NAME = "copy of the anchor"
 
 
 @plain_command
@@ -39,7 +36,7 @@ COPY_NAME = "copy of the anchor"
     show_default=True,
     help="Which prepared windows.",
 )
-@click.option("--documents", metavar="N,N,...", help="Documents of these lengths, without CONFIG.")
+@click.option("--documents", metavar="N,N,...", help="Example documents of these lengths.")
 @click.option("--mode", metavar="NAME", help="Attention mode; the config's otherwise.")
 @click.option("--sp", type=int, metavar="P", help="Ranks that share the window.")
 @click.option("--layout", metavar="NAME", help="Which tokens each rank holds.")
@@ -61,109 +58,53 @@ def command(
 ) -> Outcome:
     """Show one window: documents, positions, mask, layout, who sends what.
 
-    The window comes from the prepared data of CONFIG, or, without data, from --documents:
+    The window comes from the prepared data of CONFIG, or is an example of --documents, to which
+    overrides of attention and positions apply:
 
+    \b
         anchorcontext inspect --documents 7,13,5 --mode anchor --sp 4 --layout zigzag
+        anchorcontext inspect --documents 7,13,5 attention.anchor.visible=false
     """
+    from anchorcontext.cli.inspect_window import example_window, prepared_window
+
+    if config_path is not None and "=" in config_path.name and not config_path.exists():
+        config_path, overrides = None, (str(config_path), *overrides)
     if documents is not None and config_path is not None:
         raise UserError(f"both CONFIG {config_path} and --documents {documents}: give one of them")
-    names: Callable[[int], str] | None = None
-    model: ModelTraffic | None = None
-    cost: CostModel | None = None
-    backend, precision = "native", None
     if documents is not None:
-        window = _example_window(documents, mode or "anchor")
+        config, window, names = example_window(documents, overrides, mode, 1 if sp is None else sp)
+        known = any(text.startswith("attention.precision.") for text in overrides)
     elif config_path is not None:
         from anchorcontext.config import load_config
 
         config = load_config(config_path, list(overrides))
-        window, names = _prepared_window(config, split, index, mode)
-
-        from anchorcontext.watch.inspection import attention_precision
-
-        sp = config.parallel.sp if sp is None else sp
-        model, cost = _model(config, sp)
-        layout = layout or config.attention.layout
-        exchange = exchange or config.attention.exchange
-        backend, precision = config.attention.backend, attention_precision(config)
+        window, names = prepared_window(config, split, index, mode)
+        known = True
     else:
-        raise UserError("no window given; name a config, or lengths as in --documents 7,13,5")
+        given = f"override {overrides[0]!r}, but no window" if overrides else "no window"
+        raise UserError(f"{given} given; name a config, or lengths as in --documents 7,13,5")
 
     from anchorcontext.watch.draw import draw_window
-    from anchorcontext.watch.inspection import inspect_window
+    from anchorcontext.watch.inspection import attention_precision, inspect_window
 
+    sp = config.parallel.sp if sp is None else sp
+    model, cost = (None, None) if documents is not None else _model(config, sp)
     inspection = inspect_window(
         window,
-        sp=1 if sp is None else sp,
-        layout=layout or "auto",
-        exchange=exchange or "auto",
+        sp=sp,
+        layout=layout or config.attention.layout,
+        exchange=exchange or config.attention.exchange,
         names=names,
         model=model,
         cost=cost,
-        backend=backend,
-        precision=precision,
+        backend=config.attention.backend,
+        precision=attention_precision(config) if known else None,
     )
     _show(inspection, show_all)
     if png is not None and is_main_rank():
         draw_window(inspection, png)
         echo(f"drawn to {png}")
     return Outcome(inspection.as_dict())
-
-
-def _example_window(documents: str, mode: str) -> Window:
-    """A window of documents of the given lengths, behind an anchor where the mode has one."""
-    from anchorcontext.modes import get_mode
-    from anchorcontext.window import Window
-
-    try:
-        lengths = [int(length) for length in documents.split(",")]
-    except ValueError:
-        lengths = []
-    if not lengths or min(lengths) < 1:
-        raise UserError(
-            f"--documents {documents!r}: give lengths of at least one token, as in 7,13,5"
-        )
-    anchor = 0 if get_mode(mode).has_anchor else None
-    return Window.from_documents([[0] * length for length in lengths], anchor, mode)
-
-
-def _prepared_window(
-    config: Config, split: str, index: int, mode: str | None
-) -> tuple[Window, Callable[[int], str]]:
-    """Window ``index`` of the config's prepared data, and what to call its runs."""
-    import numpy as np
-
-    from anchorcontext.data import View, WindowDataset, configured_view
-    from anchorcontext.data.store import ANCHOR_DOCUMENT, COPY_START
-    from anchorcontext.modes import get_mode
-
-    dataset = WindowDataset(config.data.path, split)
-    if not 0 <= index < len(dataset):
-        raise UserError(
-            f"--window {index}: {dataset.path} holds windows 0 to {len(dataset) - 1}; choose one"
-        )
-    record = dataset[index]
-    # Under another mode than the config's its controls may have no meaning.
-    view = configured_view(config, dataset) if mode is None else View(get_mode(mode))
-    window = view.window(record)
-    runs = np.arange(len(window.segment_docs))
-    if view.anchor_copies:  # instead of the record's run 0
-        copies = window.run_is_copy
-        runs = np.where(copies, -1, np.cumsum(~copies))
-
-    def name(run: int) -> str:
-        if runs[run] < 0:
-            return COPY_NAME
-        row, start = int(record.documents[runs[run]]), int(record.starts[runs[run]])
-        if row == ANCHOR_DOCUMENT:
-            return "anchor"
-        if start == COPY_START:
-            return COPY_NAME
-        document = dataset.document(row)
-        cut = f" [{start:,}..]" if start else ""
-        return f"{document.source}/{document.name}{cut}"
-
-    return window, name
 
 
 def _model(config: Config, sp: int) -> tuple[ModelTraffic | None, CostModel | None]:

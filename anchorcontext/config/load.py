@@ -8,6 +8,7 @@ in order.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -45,16 +46,22 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse_config(
-    values: dict[str, Any], marks: Marks | None = None, *, source: str = "config"
+    values: dict[str, Any],
+    marks: Marks | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    source: str = "config",
 ) -> Config:
-    """Check a nested mapping.
+    """Override and check a nested mapping, which is left as it is.
 
     ``marks`` says where each key came from; keys without one are reported as from ``source``.
 
     Raises:
         UserError: as ``load_config``.
     """
-    marks = marks or {}
+    values, marks = copy.deepcopy(values), dict(marks or {})
+    for text in overrides:
+        _override(values, marks, text)
     lines = unknown_keys(values, Config, marks, source)
     if lines:
         raise UserError("\n".join(lines))

@@ -82,6 +82,29 @@ def test_without_data(tmp_path):
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+def test_controls_are_drawn_without_data(tmp_path):
+    def found(*overrides):
+        result = inspect("--documents", "3,2", *overrides, "--json", tmp_path / "w.json")
+        assert result.exit_code == 0, result.output
+        return json.loads((tmp_path / "w.json").read_text())
+
+    own = 1 + 3 * 4 // 2 + 2 * 3 // 2  # the anchor itself, and each document inside itself
+    assert found()["visible_pairs"] == own + 5
+    assert found("attention.anchor.visible=false")["visible_pairs"] == own
+    rows = found("attention.anchor.position=9", "positions.offset=4")["documents"]
+    positions = [(row["first_position"], row["last_position"]) for row in rows]
+    assert positions == [(9, 9), (5, 7), (8, 9)]
+    rows = found("attention.anchor.copies=true")["documents"]
+    assert [row["name"] for row in rows] == ["copy of the anchor", "", "copy of the anchor", ""]
+    assert found("attention.mode=full", "--mode", "intra_doc")["mode"] == "intra_doc"
+    assert found("attention.layout=contiguous", "--sp", "2")["layout"] == "contiguous"
+
+
+def test_precision_of_an_example_is_shown_when_it_is_varied():
+    varied = inspect("--documents", "3,2", "attention.precision.qk=fp32").output
+    assert "qk fp32" in varied and "computes in" not in inspect("--documents", "3,2").output
+
+
 def test_a_long_list_of_documents_is_cut_and_counted():
     lengths = ",".join(["3"] * 60)
     short, whole = inspect("--documents", lengths), inspect("--documents", lengths, "--all")
@@ -98,6 +121,15 @@ def test_a_long_list_of_documents_is_cut_and_counted():
         (["--documents", "7", "--layout", "zigzg"], "did you mean 'zigzag'?"),
         (["--documents", "7", "--sp", "0"], "at least one rank"),
         ([], "no window given"),
+        (["attention.mode=full"], "override 'attention.mode=full', but no window given"),
+        (["--documents", "7", "train.steps=3"], "override 'train.steps=3' beside --documents"),
+        (["--documents", "7", "attention.anchor.token=eos"], "no tokens to replace"),
+        (["--documents", "7", "attention.anchor.visibel=false"], "did you mean attention.anchor.v"),
+        (
+            ["--documents", "7", "--mode", "full", "attention.anchor.visible=false"],
+            "has no meaning",
+        ),
+        (["--documents", "7", "job.yaml"], "both CONFIG job.yaml and --documents 7"),
     ],
 )
 def test_mistakes_are_named(arguments, message):
