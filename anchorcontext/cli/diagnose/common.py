@@ -32,7 +32,12 @@ def result_options(function: Callable[..., Any]) -> Callable[..., Any]:
             metavar="PATH",
             help="Write the readings and tables into their section of PATH, figures beside it.",
         ),
-        click.option("--figures/--no-figures", default=True, help="Draw, with matplotlib."),
+        click.option(
+            "--figures/--no-figures",
+            default=True,
+            show_default=True,
+            help="Draw to figures in that folder, with matplotlib.",
+        ),
         click.option("--stored", is_flag=True, help="Measure nothing; show what is stored."),
         click.option(
             "--out",

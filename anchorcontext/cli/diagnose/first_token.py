@@ -23,7 +23,11 @@ from anchorcontext.errors import UserError
 
 @plain_command
 @model_argument
-@click.option("--settings", metavar="S[,S...]", help="As in pretrained:bf16,random:bf16.")
+@click.option(
+    "--settings",
+    metavar="S[,S...]",
+    help="Weights and dtypes, default pretrained:bf16,pretrained:fp32,random:bf16.",
+)
 @click.option(
     "--arms",
     metavar="A[,A...]",

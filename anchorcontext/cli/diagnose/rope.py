@@ -26,7 +26,8 @@ from anchorcontext.errors import UserError
 @click.option(
     "--sources",
     metavar="S[,S...]",
-    help="Whose heads: pretrained:bf16, random:bf16, ..., and normal numbers.",
+    help="Whose heads: pretrained:bf16, random:bf16 and normal, normal numbers (default), or other "
+    "weights and dtypes.",
 )
 @click.option("--layers", metavar="N[,N...]", help="Of models; default first, middle and last.")
 @click.option("--heads", type=int, metavar="N", help="Query heads of a layer, default 3.")
@@ -37,7 +38,9 @@ from anchorcontext.errors import UserError
     "or a stage; of fp32, bf16, fp16, fp8_e4m3, fp8_e5m2.",
 )
 @click.option(
-    "--offsets", metavar="P[,P...]", help="Of the first token; default 0,1024,16384,131072."
+    "--offsets",
+    metavar="P[,P...]",
+    help="Positions of the first token; default 0,1024,16384,131072.",
 )
 @click.option("--shift", type=int, metavar="D", help="Of the twin, default 16.")
 @text_options(tokens="512", texts="1")

@@ -33,7 +33,7 @@ ALL = "bf16, fp16, fp32 or fp64, of pretrained: or random: weights"
 @click.option(
     "--settings",
     metavar="S[,S...]",
-    help=f"{ALL}, as in pretrained:bf16,random:bf16; then nothing is beside but by --beside.",
+    help=f"{ALL}, as in pretrained:bf16,random:bf16; given without --beside, nothing is beside.",
 )
 @click.option("--beside", metavar="S[,S...]", help="Settings measured at short lengths only.")
 @click.option("--beside-tokens", type=int, metavar="T", help="The longest of these lengths.")
