@@ -54,6 +54,8 @@ def command(
     else:
         echo("the configs are equal")
     echo_table(found.cells(), ("", *names))
+    for warning in found.warnings:
+        echo(f"note: {warning}")
     if markdown is not None:
         with writing("--markdown", markdown):
             markdown.parent.mkdir(parents=True, exist_ok=True)
@@ -68,4 +70,5 @@ def command(
         echo(f"written: {html}")
     figures = {name: dict(zip(names, values, strict=True)) for name, values, _ in found.rows}
     keys = {key: dict(zip(names, values, strict=True)) for key, values in found.differences.items()}
-    return Outcome({"runs": names, "different_keys": keys, "figures": figures})
+    report = {"runs": names, "different_keys": keys, "figures": figures}
+    return Outcome(report | {"warnings": found.warnings})

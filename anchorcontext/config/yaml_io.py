@@ -7,6 +7,7 @@ YAML 1.1, PyYAML's default, reads ``1e-5`` as text, ``no`` and ``off`` as false,
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any, ClassVar
@@ -110,6 +111,19 @@ def to_yaml(value: Any) -> str:
     return yaml.dump(
         value, Dumper=_Dumper, sort_keys=False, default_flow_style=False, allow_unicode=True
     )
+
+
+def inline_yaml(value: Any) -> str:
+    """``value`` on one line, as the right-hand side of an override takes it."""
+    text: str = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=True,
+        allow_unicode=True,
+        width=math.inf,
+    )
+    return text.removesuffix("...\n").strip()
 
 
 def _walk(node: yaml.Node | None, where: Path_, path: Path, marks: Marks) -> None:

@@ -17,6 +17,7 @@
     average.py     the mean of snapshots' weights
     scores.py      scores in result files, and their means over snapshots
     compare.py, compare_page.py   runs side by side
+    comparable.py  whether their losses are of the same tokens
     harness/       RULER and others, through lm-evaluation-harness
 
 The first part knows nothing of a run: :mod:`anchorcontext.train.observers` calls it. The second

@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from ..config.schema import flat_keys
+from ..config.yaml_io import inline_yaml
 from ..errors import UserError
 from ..markdown import markdown_table
 from ..watch.history import RunHistory, position_points, read_run
+from .comparable import loss_warnings
 from .scores import read_results
 
 RESULTS = Path("evaluation") / "results.json"
@@ -61,6 +63,8 @@ class Comparison:
     """Config key -> its value in every arm, for the keys that differ."""
     rows: list[tuple[str, list[float | None], str]]
     """What, its value in every arm, its format."""
+    warnings: list[str]
+    """Why losses cannot be compared."""
 
     def cells(self) -> list[list[str]]:
         """The rows as text."""
@@ -70,8 +74,14 @@ class Comparison:
         ]
 
     def difference_cells(self) -> list[list[str]]:
-        """The config keys that differ, as text."""
-        return [[key, *map(str, values)] for key, values in self.differences.items()]
+        """The config keys that differ, with their values as YAML has them."""
+        return [
+            [
+                key,
+                *(inline_yaml(arm.config[key]) if key in arm.config else "-" for arm in self.arms),
+            ]
+            for key in self.differences
+        ]
 
 
 def compare_runs(folders: Sequence[Path], results: Sequence[Path] = ()) -> Comparison:
@@ -97,18 +107,20 @@ def compare_runs(folders: Sequence[Path], results: Sequence[Path] = ()) -> Compa
     arms = [
         Arm(run.name, run, flat_keys(run.config or {}), scores[run.name]) for run in runs.values()
     ]
-    return Comparison(arms, _differences(arms), _rows(arms))
+    warnings = loss_warnings([arm.config for arm in arms])
+    return Comparison(arms, _differences(arms), _rows(arms), warnings)
 
 
 def comparison_markdown(found: Comparison) -> str:
-    """The differences and the figures as two tables."""
+    """The differences and the figures as two tables, and what forbids to compare them."""
     names = [arm.name for arm in found.arms]
     different = found.difference_cells()
     parts = ["The configs are equal."]
     if different:
         parts = [f"{len(different)} config keys differ:"]
         parts.append(markdown_table(["key", *names], different))
-    return "\n\n".join([*parts, markdown_table(["", *names], found.cells())]) + "\n"
+    notes = [f"Note: {warning}." for warning in found.warnings]
+    return "\n\n".join([*parts, markdown_table(["", *names], found.cells()), *notes]) + "\n"
 
 
 def _scores(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from html import escape
 from typing import TYPE_CHECKING
 
 from ..watch.page import figures, page, table
@@ -32,6 +33,7 @@ def comparison_page(found: Comparison) -> str:
             figures(comparison_figures(found)),
             "<h2>In numbers</h2>",
             table(found.cells(), ("", *names)),
+            *(f"<p>Note: {escape(warning)}.</p>" for warning in found.warnings),
         ],
     )
 

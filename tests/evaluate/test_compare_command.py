@@ -1,6 +1,7 @@
 """`compare`: what differs in the configs, cost and scores of runs, in a table and on a page."""
 
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
@@ -8,6 +9,7 @@ from click.testing import CliRunner
 from anchorcontext.cli import group
 from anchorcontext.config import save_config
 from anchorcontext.errors import UserError
+from anchorcontext.evaluate.comparable import OTHER_TOKENIZERS
 from anchorcontext.evaluate.compare import compare_runs
 from anchorcontext.watch.jsonl import JsonlSink
 from anchorcontext.watch.metrics import LocalStep, make_record
@@ -17,7 +19,7 @@ from anchorcontext.watch.metrics import LocalStep, make_record
 def arm(tiny, tmp_path):
     """Make a run's folder: two steps, an evaluation, results of two snapshots of ``vt``."""
 
-    def make(name, mode="anchor", loss=3.0, vt=(60.0, 70.0)):
+    def make(name, mode="anchor", loss=3.0, vt=(60.0, 70.0), **sections):
         folder = tmp_path / name
         sink = JsonlSink(folder / "metrics.jsonl")
         for step in (1, 2):
@@ -34,7 +36,8 @@ def arm(tiny, tmp_path):
         values["held_out/32"] = float("nan")  # diverged: no figure, and nothing breaks
         sink.evaluation(2, {**values, "loss_by_position/0-64": loss}, 1.0)
         sink.close()
-        save_config(tiny(run={"name": name}, attention={"mode": mode}), folder / "config.yaml")
+        config = tiny(run={"name": name}, attention={"mode": mode}, **sections)
+        save_config(config, folder / "config.yaml")
         rows = [
             {
                 "model": f"{name}-step-{n}",
@@ -71,13 +74,15 @@ def test_costs_losses_scores_and_the_keys_that_differ(arm):
 
 
 def test_the_command_prints_and_writes_a_table_and_one_page(arm, tmp_path):
-    folders = [str(arm("a")), str(arm("b", mode="full"))]
+    other = {"path": "elsewhere", "tokenizer": "other"}
+    folders = [str(arm("a")), str(arm("b", mode="full", data=other))]
     page, text, report = (tmp_path / name for name in ("c.html", "c.md", "c.json"))
     arguments = ["--html", page, "--markdown", text, "--json", report]
     result = CliRunner().invoke(group, ["compare", *folders, *map(str, arguments)])
     assert result.exit_code == 0, result.output
     for written in (result.output, page.read_text(), text.read_text()):
         assert "attention.mode" in written and "vt/8192" in written
+        assert OTHER_TOKENIZERS in written
     assert "| vt/4096 | 61.00 | 61.00 |" in text.read_text()
     html = page.read_text()
     for title in (
@@ -91,8 +96,52 @@ def test_the_command_prints_and_writes_a_table_and_one_page(arm, tmp_path):
         assert f"<figcaption>{title}" in html
     assert "<script" not in html and "http" not in html.replace("http-equiv", "")
     values = json.loads(report.read_text())
-    assert values["different_keys"] == {"attention.mode": {"a": "anchor", "b": "full"}}
+    assert values["different_keys"]["attention.mode"] == {"a": "anchor", "b": "full"}
+    assert values["warnings"] == [OTHER_TOKENIZERS]
     assert values["figures"]["vt/4096"] == {"a": 61.0, "b": 61.0}
+
+
+def test_keys_are_shown_as_yaml_has_them(arm):
+    lengths = {"lengths": [32, 64], "tasks": ["held_out", "niah_single"]}
+    found = compare_runs([arm("a", evaluate=lengths), arm("b", data={"max_windows": 5})])
+    assert found.difference_cells() == [
+        ["data.max_windows", "null", "5"],
+        ["evaluate.lengths", "[32, 64]", "null"],
+        ["evaluate.tasks", "[held_out, niah_single]", "[held_out]"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({}, None),
+        ({"path": "elsewhere", "workers": 3, "shuffle": False}, None),
+        ({"tokenizer": "other", "path": "elsewhere"}, "tokenizers differ"),
+        (
+            {"max_windows": 5, "packing": {"method": "best_fit"}},
+            "in data.max_windows, data.packing:",
+        ),
+    ],
+)
+def test_losses_that_are_not_of_the_same_tokens_are_named(arm, tmp_path, data, message):
+    folders = [arm("a"), arm("b", data=data)]
+    text = tmp_path / "c.md"
+    result = CliRunner().invoke(group, ["compare", *map(str, folders), "--markdown", str(text)])
+    assert result.exit_code == 0, result.output
+    for written in (result.output, text.read_text()):
+        if message is None:
+            assert "note: " not in written.lower()
+        else:
+            assert message in written
+
+
+def test_one_tokenizer_in_two_folders_is_no_other_one(arm, prepared, tmp_path):
+    shutil.copytree(prepared / "tokenizer", tmp_path / "moved" / "tokenizer")
+    moved = {"path": str(tmp_path / "moved"), "tokenizer": "other"}
+    assert compare_runs([arm("a"), arm("b", data=moved)]).warnings == []
+    with (tmp_path / "moved" / "tokenizer" / "tokenizer.json").open("a") as file:
+        file.write(" ")
+    assert compare_runs([tmp_path / "a", tmp_path / "b"]).warnings == [OTHER_TOKENIZERS]
 
 
 def test_results_by_hand_belong_to_a_run_by_their_models_names(arm, tmp_path):
