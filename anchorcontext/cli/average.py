@@ -8,6 +8,7 @@ import click
 
 from anchorcontext.cli.common import Outcome, echo, echo_table, plain_command
 from anchorcontext.errors import UserError, writing
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -61,7 +62,7 @@ def command(
         report = average_weights(targets, out, dtype=dtype, overwrite=overwrite)
     written = report.export
     echo(
-        f"{out}: mean of {', '.join(report.snapshots)}; {written.num_tensors} tensors, "
+        f"{out}: mean of {', '.join(report.snapshots)}; {counted(written.num_tensors, 'tensor')}, "
         f"{written.num_parameters / 1e6:.1f}M parameters, {written.dtype}"
     )
     return Outcome(report)

@@ -8,6 +8,7 @@ import click
 
 from anchorcontext.cli.common import Outcome, echo, plain_command
 from anchorcontext.errors import UserError
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -32,6 +33,7 @@ def command(
     echo(f"# {config_path}, hash {config_hash(config)}")
     if world is not None:
         shape = config.check_world(world)
-        echo(f"# {world} ranks: dp {shape.dp}, sp {shape.sp}, accumulation {shape.accumulation}")
+        dealt = f"dp {shape.dp}, sp {shape.sp}, accumulation {shape.accumulation}"
+        echo(f"# {counted(world, 'rank')}: {dealt}")
     echo(resolved_yaml(config).rstrip())
     return Outcome({"hash": config_hash(config), "config": config})

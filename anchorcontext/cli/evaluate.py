@@ -21,6 +21,7 @@ from anchorcontext.cli.common import (
     write_json,
 )
 from anchorcontext.errors import UserError, writing
+from anchorcontext.words import counted
 
 if TYPE_CHECKING:
     from anchorcontext.evaluate.harness.run import Options
@@ -294,7 +295,7 @@ def run_harness(
 
     findings = run_units(targets, tasks, options, output, say)
     if findings.reused:
-        say(f"{findings.reused} results were there already")
+        say(f"{counted(findings.reused, 'result')} of earlier calls")
     report = summarize(findings)
     headers, rows = score_rows(report)
     if report.lengths:

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from anchorcontext.cli.common import Outcome, echo, plain_command
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -41,7 +42,7 @@ def command(
         checkpoint, out, dtype=dtype, tokenizer=tokenizer, overwrite=overwrite
     )
     echo(
-        f"{report.path}: {checkpoint.name}, {report.num_tensors} tensors, "
+        f"{report.path}: {checkpoint.name}, {counted(report.num_tensors, 'tensor')}, "
         f"{report.num_parameters / 1e6:.1f}M parameters, {report.dtype}, "
         f"{report.num_bytes / 1e6:.0f} MB"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from anchorcontext.cli.common import Outcome, echo, plain_command
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -31,7 +32,8 @@ def command(source: str, out: Path, dtype: str, overwrite: bool) -> Outcome:
 
     report = import_gguf(source, out, dtype=DTYPES[dtype], overwrite=overwrite)
     echo(
-        f"{report.path}: {report.num_tensors} tensors, {report.num_parameters / 1e6:.1f}M "
-        f"parameters, {report.dtype}, {report.num_bytes / 1e6:.0f} MB"
+        f"{report.path}: {counted(report.num_tensors, 'tensor')}, "
+        f"{report.num_parameters / 1e6:.1f}M parameters, {report.dtype}, "
+        f"{report.num_bytes / 1e6:.0f} MB"
     )
     return Outcome(report)

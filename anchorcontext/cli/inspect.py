@@ -11,6 +11,7 @@ import click
 
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.errors import UserError
+from anchorcontext.words import counted
 
 if TYPE_CHECKING:
     from anchorcontext.config import Config
@@ -144,8 +145,10 @@ def _show(inspection: Inspection, show_all: bool) -> None:
 
     window, plan = inspection.window, inspection.plan
     echo(
-        f"{window.num_tokens:,} tokens, mode {window.mode}, {window.num_targets:,} targets, "
-        f"{inspection.pairs:,} visible pairs = {inspection.density:.2%} of full causal attention"
+        f"{counted(window.num_tokens, 'token')}, mode {window.mode}, "
+        f"{counted(window.num_targets, 'target')}, "
+        f"{counted(inspection.pairs, 'visible pair')} = {inspection.density:.2%} of full "
+        "causal attention"
     )
     if inspection.anchor_token is not None:
         echo(f"the anchor is token id {inspection.anchor_token}")
@@ -160,8 +163,8 @@ def _show(inspection: Inspection, show_all: bool) -> None:
     echo()
     echo(
         f"backend {inspection.backend}, layout {plan.layout}, exchange {plan.exchange_name}, "
-        f"{plan.sp_size} ranks of "
-        f"{plan.local_length:,} rows; the busiest has {inspection.balance:.3f} x the mean work"
+        f"{counted(plan.sp_size, 'rank')} of {counted(plan.local_length, 'row')}; the busiest has "
+        f"{inspection.balance:.3f} x the mean work"
     )
     if plan.choice is not None:
         echo(f"exchange auto, a layer's step: {plan.choice.reason}")

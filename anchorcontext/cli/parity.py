@@ -10,6 +10,7 @@ import click
 
 from anchorcontext.cli.common import Outcome, config_command, echo, echo_table, is_main_rank
 from anchorcontext.config import Config
+from anchorcontext.words import counted
 
 if TYPE_CHECKING:
     from anchorcontext.parity.report import ParityReport
@@ -90,6 +91,7 @@ def print_report(report: ParityReport, worst: int) -> None:
             )
             verdict = f"FAILED: {', '.join(failed[:SHOWN_FAILURES])}{more}"
         echo(
-            f"{part.baseline}: {part.num_windows} windows, {part.num_tokens:,} tokens, "
-            f"{len(part.gradients)} gradients: {verdict}"
+            f"{part.baseline}: {counted(part.num_windows, 'window')}, "
+            f"{counted(part.num_tokens, 'token')}, {counted(len(part.gradients), 'gradient')}: "
+            f"{verdict}"
         )

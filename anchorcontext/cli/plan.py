@@ -9,6 +9,7 @@ import click
 from anchorcontext.cli.common import Outcome, config_command, echo, echo_table
 from anchorcontext.config import Config
 from anchorcontext.errors import UserError
+from anchorcontext.words import counted
 
 if TYPE_CHECKING:
     from anchorcontext.estimate import ModeEstimate, PlanEstimate, WorldEstimate
@@ -66,9 +67,10 @@ def _world_sizes(text: str) -> list[int]:
 def _show(estimate: PlanEstimate) -> None:
     model, hardware = estimate.model, estimate.hardware
     echo(
-        f"{model.model_type}, {model.parameters:,} parameters, {model.num_layers} layers; "
-        f"{estimate.windows_per_step} windows of {estimate.window_tokens:,} tokens a step, mix "
-        f"{estimate.mix}: {estimate.documents_a_window:.0f} documents a window"
+        f"{model.model_type}, {model.parameters:,} parameters, "
+        f"{counted(model.num_layers, 'layer')}; {counted(estimate.windows_per_step, 'window')} of "
+        f"{estimate.window_tokens:,} tokens a step, mix {estimate.mix}: "
+        f"{counted(round(estimate.documents_a_window), 'document')} a window"
     )
     echo(
         f"{hardware.name}: {hardware.memory_bytes / GB:,.0f} GB, {hardware.devices_per_node} a "
@@ -83,8 +85,9 @@ def _show(estimate: PlanEstimate) -> None:
 
 def _show_world(world: WorldEstimate, device_bytes: float) -> None:
     echo(
-        f"\n{world.world_size} ranks = dp {world.dp} x sp {world.sp}, {world.accumulation} "
-        f"micro-batches a step" + (f" ({world.note})" if world.note else "")
+        f"\n{counted(world.world_size, 'rank')} = dp {world.dp} x sp {world.sp}, "
+        f"{counted(world.accumulation, 'micro-batch', 'micro-batches')} a step"
+        + (f" ({world.note})" if world.note else "")
     )
     modes = world.modes
     names = [mode.mode for mode in modes]

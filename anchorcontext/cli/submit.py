@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from anchorcontext.cli.common import Outcome, echo, plain_command
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -68,7 +69,8 @@ def command(
     if dry_run:
         return Outcome({**report, "script": script})
     number = submit(script)
-    echo(f"submitted as job {number}: {job.world_size} ranks = dp {shape.dp} x sp {shape.sp}")
+    ranks = f"{counted(job.world_size, 'rank')} = dp {shape.dp} x sp {shape.sp}"
+    echo(f"submitted as job {number}: {ranks}")
     echo(f"  log   slurm-{number}.out")
     echo(f"  stop  scancel --signal=USR1 {number} (saves and queues again), scancel {number}")
     return Outcome({**report, "job": number, "script": script})

@@ -10,6 +10,7 @@ import click
 
 from anchorcontext.cli.common import Outcome, config_command, echo_table, is_main_rank
 from anchorcontext.config import Config
+from anchorcontext.words import counted
 
 if TYPE_CHECKING:
     from anchorcontext.train.dry_run import DryRun
@@ -42,12 +43,13 @@ def command(config: Config, dry_run: bool) -> Outcome:
 
 
 def _print_dry_run(found: DryRun) -> None:
+    micro_batches = counted(found.accumulation, "micro-batch", "micro-batches")
     echo_table(
         [
             ("ranks", f"{found.world_size} = dp {found.dp} x sp {found.sp}"),
             ("starts at step", f"{found.resumes_at} of {found.steps}"),
-            ("accumulation", f"{found.accumulation} micro-batches a step"),
-            ("model", f"{found.model_type}, {found.num_layers} layers"),
+            ("accumulation", f"{micro_batches} a step"),
+            ("model", f"{found.model_type}, {counted(found.num_layers, 'layer')}"),
             ("windows", f"{found.windows:,}"),
             ("first window", f"{found.window_id}: {found.window_tokens:,} tokens"),
             ("documents", f"{found.window_documents:,}, anchor included"),
@@ -64,6 +66,7 @@ def _print_dry_run(found: DryRun) -> None:
 def _print_report(report: TrainReport) -> None:
     gib = 2**30
     difference = report.largest_logit_difference
+    checks = counted(report.parity_checks, "check")
     echo_table(
         [
             ("steps", f"{report.first_step} -> {report.step} ({report.num_skipped} skipped)"),
@@ -74,16 +77,16 @@ def _print_report(report: TrainReport) -> None:
             ("sent in attention", f"{report.bytes_sent / 2**20:,.1f} MiB over all ranks"),
             (
                 "largest logit difference",
-                "-" if difference is None else f"{difference:.2e} in {report.parity_checks} checks",
+                "-" if difference is None else f"{difference:.2e} in {checks}",
             ),
             (
                 "lost to saving",
-                f"{report.seconds_saving:,.1f} s, {report.failed_saves} saves failed",
+                f"{report.seconds_saving:,.1f} s, {counted(report.failed_saves, 'save')} failed",
             ),
             ("checkpoint", str(report.checkpoint or "-")),
             ("run folder", str(report.run_dir)),
         ],
-        title=f"Trained on {report.world_size} ranks = dp {report.dp} x sp {report.sp}",
+        title=f"Trained on {counted(report.world_size, 'rank')} = dp {report.dp} x sp {report.sp}",
     )
 
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import UserError
+from ..words import counted
 from .account import account
 from .arrange import arrange
 from .assemble import window_records
@@ -139,7 +140,8 @@ class _Run:
         if not len(corpus.lengths):
             skipped = "".join(f"\n  {problem}" for problem in log.problems[:MAX_EXAMPLES])
             raise UserError(
-                f"data.sources hold no document; {len(log.problems)} entries were skipped{skipped}"
+                "data.sources hold no document; skipped: "
+                f"{counted(len(log.problems), 'entry', 'entries')}{skipped}"
             )
         with self._timed("pack"):
             chosen, left_out = self._choose(corpus)
@@ -214,7 +216,7 @@ class _Run:
         if not apart.any():
             raise UserError(
                 f"data.validation_fraction = {data.validation_fraction}: holds out none of "
-                f"{len(order)} documents; raise it, or set it to 0"
+                f"{counted(len(order), 'document')}; raise it, or set it to 0"
             )
         return {TRAIN: order[~apart], VALIDATION: order[apart]}, left_out
 
@@ -229,8 +231,9 @@ class _Run:
                 f"{reason} dropped {part.num_documents}" for reason, part in packing.dropped.items()
             )
             raise UserError(
-                f"the corpus gives no window ({split}): none of its {len(documents)} documents is "
-                f"left, {reasons}; change these options of data"
+                f"the corpus gives no window ({split}): none of its "
+                f"{counted(len(documents), 'document')} is left, {reasons}; change these "
+                "options of data"
             )
         return packing
 

@@ -24,6 +24,7 @@ from ..parallel import Mesh, build_mesh
 from ..train.checkpoint_files import CONFIG
 from ..train.export import export_checkpoint
 from ..train.launch import Process, start_process
+from ..words import counted
 from .documents import HeldOutDocuments
 from .lengths import length_label
 from .positions import (
@@ -276,8 +277,9 @@ def position_table(
             row += [_figure(one.gain)] if gains else []
         rows.append(row)
     note = (
-        f"Loss by position: {', '.join(report.model for report in reports)}; {first.documents} "
-        f"documents of {first.length:,} tokens ({first.source}), dp {first.dp} × sp {first.sp}."
+        f"Loss by position: {', '.join(report.model for report in reports)}; "
+        f"{counted(first.documents, 'document')} of {first.length:,} tokens "
+        f"({first.source}), dp {first.dp} × sp {first.sp}."
     )
     if gains:
         over_all = ", ".join(_figure(report.gain) for report in reports)

@@ -22,6 +22,7 @@ from ..train.checkpoint_files import (
     find_checkpoint,
     find_checkpoints,
 )
+from ..words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -186,8 +187,8 @@ def _paths(source: Path, snapshots: int, apart: int | None) -> list[Path]:
     if missing or len(wanted) < snapshots:
         raise UserError(
             f"--snapshots {snapshots}{f' --apart {apart}' if apart else ''}: {folder} has "
-            f"{len(steps)} complete checkpoints, of steps {steps}; train with checkpoint.every = "
-            f"{apart or 10} and checkpoint.keep >= {snapshots}, or ask for fewer"
+            f"{counted(len(steps), 'complete checkpoint')} (steps: {steps}); train with "
+            f"checkpoint.every = {apart or 10} and checkpoint.keep >= {snapshots}, or ask for fewer"
         )
     return [by_step[step] for step in wanted]
 

@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..modes import MODES, Mode
 from ..plan.mixes import mix_lengths
 from ..window import Window
+from ..words import counted
 from .inspection import Inspection, inspect_window
 from .mask_grid import mask_grid
 
@@ -54,7 +55,7 @@ def draw_window(inspection: Inspection, path: str | Path) -> None:
     window = inspection.window
     documents = len(np.unique(window.segment_docs)) - int(window.mode.has_anchor)
     figure.suptitle(
-        f"{window.num_tokens:,} tokens, {documents} documents, mode {window.mode}: "
+        f"{window.num_tokens:,} tokens, {counted(documents, 'document')}, mode {window.mode}: "
         f"{inspection.density:.1%} of full causal attention"
     )
     save_figure(figure, path)
@@ -99,7 +100,8 @@ def draw_layouts(path: str | Path, window_tokens: int = 131072, sp: int = 8, see
         _draw_work(work, inspection)
         work.set_title(f"{layout}\n{work.get_title()}")
         _draw_traffic(traffic, inspection)
-    figure.suptitle(f"{window_tokens:,} tokens, {len(lengths)} documents, {sp} ranks, mode anchor")
+    documents, ranks = counted(len(lengths), "document"), counted(sp, "rank")
+    figure.suptitle(f"{window_tokens:,} tokens, {documents}, {ranks}, mode anchor")
     save_figure(figure, path)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..data.report import PrepareReport
 from ..window import Window
+from ..words import counted
 from .draw import DOCUMENT_COLORS, mask_image, new_figure, save_figure
 
 if TYPE_CHECKING:
@@ -32,10 +33,12 @@ def draw_corpus(report: PrepareReport, window: Window, path: str | Path) -> None
     documents = len(np.unique(window.segment_docs)) - int(window.mode.has_anchor)
     mask.set(xlabel="key", ylabel="query")
     mask.set_title(
-        f"one of {report.windows:,} windows, mode {window.mode}, documents in it: {documents}"
+        f"one of {counted(report.windows, 'window')}, mode {window.mode}, documents in it: "
+        f"{documents}"
     )
     figure.suptitle(
-        f"{report.documents:,} documents, {report.tokens_in:,} tokens, {report.tokens_kept:,} kept"
+        f"{counted(report.documents, 'document')}, {report.tokens_in:,} tokens, "
+        f"{report.tokens_kept:,} kept"
     )
     save_figure(figure, path)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..words import counted
 from .inspection import Inspection
 from .mask_grid import mask_grid
 
@@ -72,11 +73,10 @@ def _cell(fraction: float, characters: Characters) -> str:
 
 def _legend(tokens: int, characters: Characters) -> str:
     light, medium, dark = characters.shades
-    cell = "1 token" if tokens == 1 else f"{tokens} tokens"
     shades = "" if tokens == 1 else f"{light}{medium}{dark} part, "
     return (
-        f"queries down, keys across, a cell is {cell}: {characters.full} all that causality "
-        f"allows, {shades}{characters.hidden} nothing"
+        f"queries down, keys across, a cell is {counted(tokens, 'token')}: {characters.full} all "
+        f"that causality allows, {shades}{characters.hidden} nothing"
     )
 
 

@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any
 
 from ..errors import UserError
+from ..words import counted
 from .jsonl import read_metrics
 
 METRICS_FILE = "metrics.jsonl"
@@ -107,8 +108,9 @@ def _values(records: list[dict[str, Any]], name: str) -> list[float]:
 
 def summary_rows(found: RunSummary) -> list[tuple[str, str]]:
     """The run in words: what, and how much."""
+    starts = counted(found.starts, "time")
     return [
-        ("steps", f"{found.steps:,}, {found.skipped} skipped, started {found.starts} times"),
+        ("steps", f"{found.steps:,}, {found.skipped} skipped, started {starts}"),
         ("loss, first -> last", f"{_loss(found.first_loss)} -> {_loss(found.last_loss)}"),
         ("tokens", f"{found.tokens:,}"),
         ("tokens/s, median step", _number(found.median_tokens_per_second, ",.0f")),
@@ -118,8 +120,8 @@ def summary_rows(found: RunSummary) -> list[tuple[str, str]]:
         ("busiest rank / mean", _number(found.attention_balance, ".2f") + " of attention"),
         (
             "largest logit difference",
-            f"{_number(found.largest_logit_difference, '.2e')} in {found.parity_checks} parity "
-            f"checks, {found.parity_failures} failed",
+            f"{_number(found.largest_logit_difference, '.2e')} in "
+            f"{counted(found.parity_checks, 'parity check')}, {found.parity_failures} failed",
         ),
         ("lost to saving", f"{found.seconds_saving:,.1f} s"),
         *_evaluation_rows(found),

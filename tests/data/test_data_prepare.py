@@ -309,7 +309,7 @@ def test_nothing_to_learn_from_is_an_error(config, tmp_path):
     (tmp_path / "rows.jsonl").write_text("broken\n")
     sources = [{"path": str(tmp_path / "rows.jsonl")}]
     with pytest.raises(
-        UserError, match=r"hold no document; 1 entries were skipped\s+\S+rows.jsonl:1: broken"
+        UserError, match=r"hold no document; skipped: 1 entry\s+\S+rows.jsonl:1: broken"
     ):
         prepare(config(sources=sources, on_error="skip"))
     with pytest.raises(UserError, match=r"no window \(train\): none of its 45 documents"):

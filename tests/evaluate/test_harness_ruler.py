@@ -245,7 +245,7 @@ def test_a_short_question_file_is_refused_where_the_harness_would_mix_up_documen
     document["qas"] = [{"question": "What is the colour of x?", "answers": [{"text": "y"}]}]
     path = tmp_path / "small.json"
     path.write_text(json.dumps({"data": [{"paragraphs": [document]}]}))
-    with pytest.raises(UserError, match="1 documents"):
+    with pytest.raises(UserError, match="in 1 document;"):
         ruler_rows(RULER["ruler_qa_squad"], word_tokenizer(), 600, 1, Sources(None, [path]))
 
 
@@ -338,7 +338,7 @@ def test_one_command_from_folder_to_tables_and_again_without_computing(
 
     monkeypatch.setattr("anchorcontext.evaluate.harness.run.open_model", no_model)
     again = CliRunner().invoke(command, arguments)
-    assert "2 results were there already" in again.output, again.output
+    assert "2 results of earlier calls" in again.output, again.output
     with pytest.raises(AssertionError, match="everything was stored"):  # other samples
         CliRunner().invoke(command, [*arguments, "--samples", "1"], catch_exceptions=False)
 

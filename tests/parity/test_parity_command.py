@@ -22,7 +22,7 @@ def test_command_under_torchrun(config_file, tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "parity: dp 1 x sp 2, ZeRO-3, fp32" in done.stdout
-    assert "single device: 1 windows, 64 tokens, 21 gradients: within tolerance" in done.stdout
+    assert "single device: 1 window, 64 tokens, 21 gradients: within tolerance" in done.stdout
     assert done.stdout.count("gradient model.") + done.stdout.count("gradient lm_head") == 4
     found = json.loads(report.read_text())
     assert found["passed"]

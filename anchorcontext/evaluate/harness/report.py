@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...markdown import markdown_table
+from ...words import counted
 from ..lengths import length_label
 from .catalog import PRESETS, PUBLISHED, RULER, published_score
 from .require import UNTRAINED
@@ -138,8 +139,8 @@ def markdown(report: Report) -> str:
     names = ", ".join(f"`{model}`" for model in report.models)
     parts = []
     if samples := sorted({result.samples for result in report.results}):
-        counted = " to ".join(str(number) for number in dict.fromkeys((samples[0], samples[-1])))
-        parts.append(f"{names}: percent, of {counted} samples.")
+        fewest = f"{samples[0]} to " if len(samples) > 1 else ""
+        parts.append(f"{names}: percent, of {fewest}{counted(samples[-1], 'sample')}.")
     if rows and report.lengths:
         parts.append(markdown_table(headers, rows))
     if others := other_rows(report):

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from ...errors import UserError
+from ...words import counted
 from ..tally import preserved_rng
 from .catalog import RulerTask
 from .require import quiet, sentence_splitter
@@ -262,9 +263,9 @@ def _questions(
             break
     else:
         raise UserError(
-            f"{task.name} at {length:,} tokens: the question file's {len(documents)} documents "
-            f"hold {held:,} tokens; more than the length, in more than 10 documents, are needed: "
-            "give a larger file, or a smaller length"
+            f"{task.name} at {length:,} tokens: the question file holds "
+            f"{counted(held, 'token')} in {counted(len(documents), 'document')}; more than the "
+            "length, in more than 10 documents, are needed: give a larger file, or a smaller length"
         )
     try:
         rows: list[Row] = qa_utils.generate_samples(
