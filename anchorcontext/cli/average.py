@@ -41,6 +41,19 @@ def command(
       anchorcontext average --scores runs/evaluation/a/results.json runs/evaluation/b/results.json
     """
     if scores:
+        options = {
+            "--out": out is not None,
+            "--snapshots": snapshots is not None,
+            "--apart": apart is not None,
+            "--dtype": dtype is not None,
+            "--overwrite": overwrite,
+        }
+        unused = [name for name, given in options.items() if given]
+        if unused:
+            raise UserError(
+                f"--scores with {', '.join(unused)}: these are of the mean of weights; leave them "
+                "out, or --scores"
+            )
         from anchorcontext.evaluate.scores import average_scores
 
         found = average_scores([Path(source) for source in sources])

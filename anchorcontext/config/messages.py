@@ -83,6 +83,7 @@ def _rule(item: Any, where: Path_, model: type[Section], value: Any) -> tuple[st
     if choices:
         texts = [shown(choice).strip("'") for choice in choices]
         near = difflib.get_close_matches(str(value), texts, n=1)
+        near = near or [text for text in texts if str(value) and text.startswith(str(value))]
         fix = f"did you mean {near[0]}?" if near else f"set it to {texts[0]}, for example"
         return f"must be one of {', '.join(texts)}{_other_types(where, model)}", fix
     if kind == "missing":

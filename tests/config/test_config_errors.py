@@ -70,6 +70,7 @@ def test_an_unknown_key_without_a_near_one_is_answered_with_the_section(path: Pa
         ("optimizer.betas=[0.9]", "optimizer.betas.1 = null: has too few entries"),
         ("optimizer.betas=[0.9,1.0]", "optimizer.betas.1 = 1.0: must be less than 1"),
         ("attention.mode=achor", "full, intra_doc, intra_doc_reset, anchor; did you mean anchor?"),
+        ("evaluate.tasks=[held_out,niah]", "niah_single; did you mean niah_single?"),
         ("data.anchor=-1", "data.anchor = -1: must be one of auto, bos, eos, none, an integer"),
         ("watch.progress=1", "watch.progress = 1: must be true or false"),
         ("run.name=12", "run.name = 12: must be text; put it in quotes"),

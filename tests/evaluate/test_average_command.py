@@ -154,5 +154,7 @@ def test_scores_are_averaged_with_their_deviation_as_by_hand(tmp_path):
     assert "different scores: ruler_vt/4096" in average("--scores", *files).output
     files[0].write_text("{}")
     assert "holds no scores" in average("--scores", *files).output
+    mixed = average("--scores", *files[1:], "--out", tmp_path / "mean", "--overwrite")
+    assert mixed.exit_code == 2 and "--scores with --out, --overwrite" in mixed.output
     gone = average("--scores", *files[1:], tmp_path / "gone.json")
     assert gone.exit_code == 2 and "gone.json: no such file" in gone.output
