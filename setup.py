@@ -34,6 +34,7 @@ setup(
     package_data={
         "": ["py.typed", "*.yaml"],
         "anchorcontext.hardware": ["profiles/*.yaml"],
+        "anchorcontext.kernels": ["*.c"],  # compiled on the user's machine, at first use
         "anchorcontext.train": ["scripts/*"],  # links into launch/
     },
     install_requires=[

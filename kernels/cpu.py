@@ -1,4 +1,7 @@
-"""The CPU engine: torch's flash attention operator for CPUs, called tile by tile.
+"""The CPU engine: torch's flash attention operator for CPUs, and a kernel of ours for short tiles.
+
+Tiles of up to 1,024 queries and keys go to :mod:`.cpu_short`, where a C compiler is at hand, dtypes
+are fp32 or bf16 and the list is not exact. All else is the operator's.
 
 The operator (``aten::_scaled_dot_product_flash_attention_for_cpu``) takes (B, H, S, D) views of any
 stride, reads key heads natively under GQA, returns the LSE and never holds a score matrix. Three
@@ -17,7 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from .cpu_calls import calls, exact_calls
+from . import cpu_short
+from .cpu_calls import Call, calls, exact_calls
 from .interface import SoftmaxState, Tiles, accumulator_dtype
 from .merge import lse_for_backward, merge_, merge_rows_
 
@@ -54,25 +58,14 @@ class CpuEngine:
         state: SoftmaxState,
     ) -> None:
         """Merge the tiles' attention into ``state``, in place."""
-        operator = getattr(torch.ops.aten, _FORWARD_OP)
-        for call in exact_calls(tiles) if tiles.exact else calls(tiles):
-            out, lse = operator(
-                call.queries.load(q),
-                call.keys.load(k),
-                call.keys.load(v),
-                0.0,
-                call.causal,
-                scale=scale,
-            )
-            queries = call.queries
-            out, lse = queries.unload(out), queries.unload(lse)
-            if queries.index is None:
-                merge_(state, queries.start, queries.stop, out, lse)
-            elif queries.held is None:
-                merge_rows_(state, queries.index, out, lse)
-            else:
-                rows = queries.index[queries.held]
-                merge_rows_(state, rows, out[queries.held], lse[queries.held])
+        if tiles.exact:
+            _forward_calls(q, k, v, exact_calls(tiles), scale, state)
+            return
+        if cpu_short.why_not(q, k, v, state.out) is None:
+            short, tiles = cpu_short.split(tiles)
+            if short is not None:
+                cpu_short.forward(q, k, v, short, scale, state)
+        _forward_calls(q, k, v, calls(tiles), scale, state)
 
     def backward(
         self,
@@ -89,6 +82,10 @@ class CpuEngine:
         dv: torch.Tensor,
     ) -> None:
         """Add the tiles' gradients into ``dq``, ``dk`` and ``dv``, in place."""
+        if cpu_short.why_not(q, k, v, dout, out, lse, dq) is None:
+            short, tiles = cpu_short.split(tiles)
+            if short is not None:
+                cpu_short.backward(dout, q, k, v, out, lse, short, scale, dq, dk, dv)
         operator = getattr(torch.ops.aten, _BACKWARD_OP)
         dtype = accumulator_dtype(q.dtype)
         lse = lse_for_backward(lse).to(dtype)
@@ -110,3 +107,32 @@ class CpuEngine:
                     total[rows.start : rows.stop] += rows.unload(grad)
                 else:
                     total.index_add_(0, rows.index, rows.unload(grad))
+
+
+def _forward_calls(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    calls: list[Call],
+    scale: float,
+    state: SoftmaxState,
+) -> None:
+    operator = getattr(torch.ops.aten, _FORWARD_OP)
+    for call in calls:
+        out, lse = operator(
+            call.queries.load(q),
+            call.keys.load(k),
+            call.keys.load(v),
+            0.0,
+            call.causal,
+            scale=scale,
+        )
+        queries = call.queries
+        out, lse = queries.unload(out), queries.unload(lse)
+        if queries.index is None:
+            merge_(state, queries.start, queries.stop, out, lse)
+        elif queries.held is None:
+            merge_rows_(state, queries.index, out, lse)
+        else:
+            rows = queries.index[queries.held]
+            merge_rows_(state, rows, out[queries.held], lse[queries.held])

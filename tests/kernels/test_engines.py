@@ -175,12 +175,13 @@ class TestCpuEngine:
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
     def test_one_tile_is_the_operator_result_bit_for_bit(self, dtype, oracle):
-        x = oracle.inputs(300, 300, (4, 2), dtype, head_dim=64)
+        length = 1100  # longer than what the kernel for short tiles takes
+        x = oracle.inputs(length, length, (4, 2), dtype, head_dim=64)
         batched = [y.transpose(0, 1).unsqueeze(0) for y in (x.q, x.k, x.v)]
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             *batched, 0.0, True, scale=SCALE
         )
-        found = run("cpu", x, [(0, 300, 0, 300, 1)])
+        found = run("cpu", x, [(0, length, 0, length, 1)])
         assert torch.equal(found.out, out[0].transpose(0, 1).float())
         assert torch.equal(found.lse, lse[0].T)
 
@@ -202,7 +203,8 @@ class TestCpuEngine:
             return operator(*args, **kwargs)
 
         monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", counted)
-        x = oracle.inputs(1000 * 4, 1000 * 4, (2, 1), torch.float32, head_dim=8)
+        # In fp64, which the kernel for short tiles does not take.
+        x = oracle.inputs(1000 * 4, 1000 * 4, (2, 1), torch.float64, head_dim=8)
         tiles = Tiles([(a, a + 4, a, a + 4, 1) for a in range(0, 4000, 4)])
         engine = get_engine("cpu", device=x.q.device, dtype=x.q.dtype)
         engine.forward(x.q, x.k, x.v, tiles, SCALE, SoftmaxState.empty(x.q))

@@ -43,7 +43,8 @@ def test_every_module_is_in_the_wheel_and_kernels_only_as_ours(wheel: Path) -> N
     }
     expected |= {
         f"anchorcontext/kernels/{path.relative_to(ROOT / 'kernels').as_posix()}"
-        for path in (ROOT / "kernels").rglob("*.py")
+        for path in (ROOT / "kernels").rglob("*")
+        if path.suffix in (".py", ".c")
     }
     assert len(expected) > 20
     assert expected <= names
