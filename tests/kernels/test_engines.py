@@ -94,14 +94,15 @@ def disjoint_tiles(draw):
 
 @settings(max_examples=40, deadline=None, derandomize=True, database=None)
 @given(tiles=disjoint_tiles(), heads=st.sampled_from(HEADS))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("name", ENGINE_NAMES)
-def test_engine_equals_dense_autograd_on_random_tiles(name, tiles, heads, oracle):
+def test_engine_equals_dense_autograd_on_random_tiles(name, dtype, tiles, heads, oracle):
     num_queries, num_keys = rows_of(tiles)
-    x = oracle.inputs(num_queries, num_keys, heads, torch.float64)
+    x = oracle.inputs(num_queries, num_keys, heads, dtype)
     visible = oracle.visible(tiles, num_queries, num_keys)
     assert Tiles(tiles).num_pairs == visible.sum()
     expected = oracle.attention(x.q, x.k, x.v, x.dout, visible, SCALE)
-    assert_close(run(name, x, tiles), expected, torch.float64)
+    assert_close(run(name, x, tiles), expected, dtype)
 
 
 @pytest.mark.parametrize("name", ENGINE_NAMES)
@@ -185,7 +186,7 @@ class TestCpuEngine:
         assert torch.equal(found.out, out[0].transpose(0, 1).float())
         assert torch.equal(found.lse, lse[0].T)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
     def test_a_batched_tile_has_the_bits_of_its_own_call(self, dtype, oracle):
         x = oracle.inputs(120, 120, (9, 3), dtype, head_dim=64)
         tiles = [(0, 37, 0, 37, 1), (37, 50, 37, 50, 1), (50, 87, 50, 87, 1), (90, 120, 90, 120, 1)]
