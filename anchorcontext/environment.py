@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from packaging.requirements import Requirement
 
-from .kernels import cpu_short, engine_report, get_engine
+from .kernels import cpu_library, engine_report, get_engine
 
 PACKAGE = "anchorcontext"
 DTYPES = (torch.bfloat16, torch.float32)
@@ -166,10 +166,10 @@ def _warnings() -> list[str]:
         )
     if not torch.cuda.is_available():
         found.append("no GPU: everything runs on the CPU, in the cpu engine, over gloo")
-    missing = cpu_short.why_not()
+    missing = cpu_library.why_not()
     if missing is not None:
         found.append(
-            f"short documents on the CPU go through torch's operator, which is the slower: {missing}; "
+            f"attention on the CPU goes through torch alone, which is slower: {missing}; "
             "install a C compiler (apt install gcc), or name one in CC"
         )
     return found

@@ -1,6 +1,6 @@
 """C sources of this folder, compiled by the machine's own compiler at first use.
 
-``load("short_tiles")`` compiles ``short_tiles.c`` for the processor at hand and keeps the result in
+``load("cpu_kernels")`` compiles ``cpu_kernels.c`` for the processor at hand and keeps the result in
 ``$XDG_CACHE_HOME/anchorcontext`` (``~/.cache`` by default), under a name made of the source and of
 all that the compiler says about itself and the processor: an upgrade, or another kind of node over
 a shared home, compiles anew. ``$CC`` names the compiler (default ``cc``); ``CC=false`` switches all

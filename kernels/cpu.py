@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from . import cpu_short
+from . import cpu_library, cpu_short
 from .cpu_calls import Call, calls, exact_calls
 from .interface import SoftmaxState, Tiles, accumulator_dtype
 from .merge import lse_for_backward, merge_, merge_rows_
@@ -61,7 +61,7 @@ class CpuEngine:
         if tiles.exact:
             _forward_calls(q, k, v, exact_calls(tiles), scale, state)
             return
-        if cpu_short.why_not(q, k, v, state.out) is None:
+        if cpu_library.why_not(q, k, v, state.out) is None:
             short, tiles = cpu_short.split(tiles)
             if short is not None:
                 cpu_short.forward(q, k, v, short, scale, state)
@@ -82,7 +82,7 @@ class CpuEngine:
         dv: torch.Tensor,
     ) -> None:
         """Add the tiles' gradients into ``dq``, ``dk`` and ``dv``, in place."""
-        if cpu_short.why_not(q, k, v, dout, out, lse, dq) is None:
+        if cpu_library.why_not(q, k, v, dout, out, lse, dq) is None:
             short, tiles = cpu_short.split(tiles)
             if short is not None:
                 cpu_short.backward(dout, q, k, v, out, lse, short, scale, dq, dk, dv)

@@ -1,4 +1,4 @@
-"""The CPU engine's kernel for short tiles, ``short_tiles.c``: which tiles it takes, and its calls.
+"""The CPU engine's kernel for short tiles, in ``cpu_kernels.c``: which it takes, and its calls.
 
 torch's operator works on blocks of 32 queries and 512 keys and spends most of a short document on
 what the mask hides and on its own bookkeeping; over tiles of up to `MAX_ROWS` rows our kernel is
@@ -10,10 +10,6 @@ document on several ranks are computed as exactly as the whole.
 from __future__ import annotations
 
 import ctypes
-import functools
-import logging
-import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -21,16 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .compiled import CompilerError, load
+from .cpu_library import Matrix, ShortJob, library, scratch_of, side_by_side
 from .interface import SoftmaxState, Tiles
-
-logger = logging.getLogger("anchorcontext")
 
 # A block of 8 query rows holds its scores in 32 KiB of first-level cache up to here.
 MAX_ROWS = 1024
 # Below this many multiplications a second thread costs more than it saves.
 _THREAD_WORK = 1 << 22
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 class Units(NamedTuple):
@@ -101,14 +94,6 @@ def split(tiles: Tiles) -> tuple[ShortTiles | None, Tiles]:
     return tiles.cache["cpu short"]
 
 
-def why_not(*tensors: torch.Tensor) -> str | None:
-    """Why the kernel cannot serve tensors of these dtypes here; None when it can."""
-    for tensor in tensors:
-        if tensor.dtype not in _DTYPES:
-            return f"it takes fp32 and bf16, not {tensor.dtype}"
-    return _missing()
-
-
 def forward(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -142,30 +127,6 @@ def backward(
     _compute("short_backward", tiles, scale, lse, matrices)
 
 
-class _Matrix(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("row_stride", ctypes.c_int64),
-        ("head_stride", ctypes.c_int64),
-        ("is_bf16", ctypes.c_int64),
-    )
-
-
-class _Job(ctypes.Structure):
-    _fields_ = (
-        *((name, _Matrix) for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")),
-        ("lse", ctypes.c_void_p),
-        ("lse_row_stride", ctypes.c_int64),
-        ("lse_head_stride", ctypes.c_int64),
-        ("tiles", ctypes.c_void_p),
-        ("units", ctypes.c_void_p),
-        ("num_heads", ctypes.c_int64),
-        ("num_key_heads", ctypes.c_int64),
-        ("head_dim", ctypes.c_int64),
-        ("scale", ctypes.c_float),
-    )
-
-
 def _compute(
     name: str,
     tiles: ShortTiles,
@@ -173,12 +134,11 @@ def _compute(
     lse: torch.Tensor,
     matrices: dict[str, torch.Tensor],
 ) -> None:
-    library = _library()
     _, num_heads, head_dim = matrices["q"].shape
     num_key_heads = matrices["k"].shape[1]
     units = tiles.units(num_key_heads)
-    job = _Job(
-        **{field: _matrix(tensor) for field, tensor in matrices.items()},
+    job = ShortJob(
+        **{field: Matrix.of(tensor) for field, tensor in matrices.items()},
         lse=lse.data_ptr(),
         lse_row_stride=lse.stride(0),
         lse_head_stride=lse.stride(1),
@@ -189,20 +149,15 @@ def _compute(
         head_dim=head_dim,
         scale=scale,
     )
-    kernel = getattr(library, name)
-    elements = library.scratch_elements(head_dim, tiles.max_keys)
+    kernel = getattr(library(), name)
+    elements = library().short_scratch_elements(head_dim, tiles.max_keys)
 
     def run(first: int, last: int) -> None:
-        scratch = torch.empty(elements + 16)
-        kernel(ctypes.byref(job), first, last, (scratch.data_ptr() + 63) // 64 * 64)
+        scratch = scratch_of(elements)
+        kernel(ctypes.byref(job), first, last, scratch.data_ptr())
 
     useful = 1 + int(units.work[-1]) * (num_heads // num_key_heads) * head_dim // _THREAD_WORK
-    edges = equal_shares(units, min(torch.get_num_threads(), useful))
-    if len(edges) == 2:
-        run(*edges)
-        return
-    # ctypes lets other threads run while a kernel does.
-    list(_pool(len(edges) - 1, os.getpid()).map(run, edges[:-1], edges[1:]))
+    scratch_of, side_by_side(run, equal_shares(units, min(torch.get_num_threads(), useful)))
 
 
 def equal_shares(units: Units, threads: int) -> list[int]:
@@ -213,36 +168,3 @@ def equal_shares(units: Units, threads: int) -> list[int]:
     after = np.searchsorted(before, wanted)
     nearer = np.where(wanted - before[after - 1] < before[after] - wanted, after - 1, after)
     return np.unique(np.r_[0, bounds[nearer], bounds[-1]]).tolist()
-
-
-@functools.cache
-def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads of this process: a fork has none of its parent's."""
-    return ThreadPoolExecutor(threads, thread_name_prefix="anchorcontext-cpu")
-
-
-def _matrix(x: torch.Tensor) -> _Matrix:
-    assert x.stride(-1) == 1 or x.shape[-1] == 1, "the last dimension is contiguous"
-    return _Matrix(x.data_ptr(), x.stride(0), x.stride(1), _DTYPES[x.dtype])
-
-
-def _library() -> ctypes.CDLL:
-    library = load("short_tiles")
-    library.scratch_elements.argtypes = (ctypes.c_int64, ctypes.c_int64)
-    library.scratch_elements.restype = ctypes.c_int64
-    for kernel in (library.short_forward, library.short_backward):
-        kernel.argtypes = (
-            ctypes.POINTER(_Job), ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p
-        )  # fmt: skip
-        kernel.restype = None
-    return library
-
-
-@functools.cache
-def _missing() -> str | None:
-    try:
-        _library()
-    except CompilerError as error:
-        logger.info("short documents on the CPU go through torch's operator: %s", error)
-        return str(error)
-    return None

@@ -25,8 +25,9 @@ The right-hand form of ``ds`` needs one pass and is exactly 0 for a query that s
 
 Legend: N query rows, Hq query heads, Hkv key/value heads, G = Hq / Hkv, D head dimension. All
 arithmetic is in the accumulator dtype (fp32, fp64 for fp64 inputs), row block by row block, so
-that no second (N, Hq, D) tensor is made. Where Triton is installed, fp32 accumulators on a CUDA
-device go through the fused kernels of :mod:`.triton_merge`, to which this file is the oracle.
+that no second (N, Hq, D) tensor is made. fp32 accumulators go through fused kernels where there
+are some: on a CUDA device with Triton through :mod:`.triton_merge`, the anchor's on a CPU with a C
+compiler through :mod:`.cpu_anchor`. This file is the oracle of both.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from types import ModuleType
 
 import torch
 
+from . import cpu_anchor, cpu_library
 from .interface import SoftmaxState
 
 logger = logging.getLogger("anchorcontext")
@@ -124,7 +126,7 @@ def anchor_forward_(
         start: first query row.
         stop: row after the last.
     """
-    if (fused := _fused(state.out)) is not None:
+    if (fused := _fused_anchor(state.out, q)) is not None:
         fused.anchor_forward_(state, q, k0, v0, scale, start, stop)
         return
     group = q.shape[1] // k0.shape[0]
@@ -166,7 +168,7 @@ def anchor_backward_(
         dk0: accumulator (Hkv, D), same dtype.
         dv0: accumulator (Hkv, D), same dtype.
     """
-    if (fused := _fused(dq)) is not None:
+    if (fused := _fused_anchor(dq, q, dout, out)) is not None:
         fused.anchor_backward_(dout, q, k0, v0, out, lse, scale, start, stop, dq, dk0, dv0)
         return
     k0, v0 = k0.to(dq.dtype), v0.to(dq.dtype)
@@ -186,6 +188,14 @@ def _fused(accumulator: torch.Tensor) -> ModuleType | None:
     """The fused kernels, where they serve ``accumulator`` (N, Hq, D)."""
     serves = accumulator.device.type == "cuda" and accumulator.dtype == torch.float32
     return _fused_kernels(accumulator.device) if serves else None
+
+
+def _fused_anchor(accumulator: torch.Tensor, *inputs: torch.Tensor) -> ModuleType | None:
+    """The kernels of the anchor's correction, where they serve fp32 accumulators and ``inputs``."""
+    if accumulator.device.type != "cpu":
+        return _fused(accumulator)
+    serves = accumulator.dtype == torch.float32 and cpu_library.why_not(*inputs) is None
+    return cpu_anchor if serves else None
 
 
 @functools.cache

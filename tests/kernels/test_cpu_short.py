@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anchorcontext.kernels import SoftmaxState, Tiles, compiled, cpu_short, get_engine
+from anchorcontext.kernels import SoftmaxState, Tiles, compiled, cpu_library, cpu_short, get_engine
 
 CPU = torch.device("cpu")
 LARGEST = {torch.float32: 2e-5}
@@ -22,14 +22,14 @@ NORM = {torch.bfloat16: 5e-3}
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel_or_skip():
-    reason = cpu_short.why_not(torch.zeros(1))
+    reason = cpu_library.why_not(torch.zeros(1))
     if reason is not None:
         pytest.skip(f"no C compiler: {reason}")
 
 
 @pytest.fixture
 def no_kernel(monkeypatch):
-    monkeypatch.setattr(cpu_short, "_missing", lambda: "switched off by a test")
+    monkeypatch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
 
 
 def compute(x, tiles, scale, state=None) -> SimpleNamespace:
@@ -107,7 +107,7 @@ def test_without_the_kernel_the_operator_computes_the_same(no_kernel, oracle, ti
     assert_close(compute(x, tile_list, 0.3), expected, dtype)
 
 
-def test_it_takes_short_tiles_and_leaves_the_long_ones():
+def test_it_takes_cpu_kernels_and_leaves_the_long_ones():
     short = [(0, 1024, 0, 1024, 1), (1030, 1031, 5, 1000, 1), (1000, 1024, 2000, 3024, 0)]
     long = [(1100, 2125, 1100, 2125, 1), (3000, 3001, 0, 1025, 1)]
     taken, rest = cpu_short.split(Tiles([long[0], *short, long[1]]))
@@ -224,12 +224,12 @@ class TestCompiled:
         return tmp_path / "anchorcontext"
 
     def test_it_compiles_once(self, anew, monkeypatch):
-        compiled.load("short_tiles")
+        compiled.load("cpu_kernels")
         (library,) = anew.iterdir()
         commands = []
         run = compiled._run
         monkeypatch.setattr(compiled, "_run", lambda c: commands.append(c) or run(c))
-        compiled.load("short_tiles")
+        compiled.load("cpu_kernels")
         assert list(anew.iterdir()) == [library]
         assert ["-o" in command for command in commands] == [False]
 
@@ -237,18 +237,18 @@ class TestCompiled:
         for command, words in (("false", "no C compiler"), ("no-such-compiler", "cannot be used")):
             monkeypatch.setenv("CC", command)
             with pytest.raises(compiled.CompilerError, match=words):
-                compiled.load("short_tiles")
+                compiled.load("cpu_kernels")
         assert not anew.exists()
 
     def test_source_that_does_not_compile_names_the_fault(self, anew, monkeypatch):
         monkeypatch.setenv("CC", "cc -Dmemset=1+")
-        with pytest.raises(compiled.CompilerError, match=r"cc fails on short_tiles\.c: .*error"):
-            compiled.load("short_tiles")
+        with pytest.raises(compiled.CompilerError, match=r"cc fails on cpu_kernels\.c: .*error"):
+            compiled.load("cpu_kernels")
         assert not list(anew.iterdir())
 
     def test_a_cache_that_cannot_be_written_is_done_without(self, anew, monkeypatch):
         anew.write_text("a file where the folder would be")
-        assert compiled.load("short_tiles").scratch_elements(64, 64) > 0
+        assert compiled.load("cpu_kernels").short_scratch_elements(64, 64) > 0
 
     @pytest.mark.skipif(platform.machine() != "x86_64", reason="its options are those of x86")
     @pytest.mark.parametrize("options", ["-mno-avx512f", "-mno-avx512f -mno-avx -mno-fma"])
@@ -263,8 +263,8 @@ class TestCompiled:
 
     def test_ranks_that_compile_at_the_same_time(self, anew):
         with ThreadPoolExecutor(2) as ranks:
-            found = list(ranks.map(compiled.load, ["short_tiles"] * 2))
-        assert all(library.scratch_elements(64, 64) > 0 for library in found)
+            found = list(ranks.map(compiled.load, ["cpu_kernels"] * 2))
+        assert all(library.short_scratch_elements(64, 64) > 0 for library in found)
         assert len(list(anew.iterdir())) == 1
 
 

@@ -11,6 +11,7 @@ from anchorcontext.kernels import (
     SoftmaxState,
     anchor_backward_,
     anchor_forward_,
+    cpu_library,
     get_engine,
     merge,
     merge_,
@@ -124,6 +125,16 @@ def test_merge_rows_equals_merge_on_those_rows(seen):
 # the correction, and the tiles hold everything else.
 
 
+@pytest.fixture(params=["kernel", "torch"])
+def either(request, monkeypatch):
+    """The correction in C, and in torch."""
+    if request.param == "torch":
+        monkeypatch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
+    elif (reason := cpu_library.why_not()) is not None:
+        pytest.skip(f"no C compiler: {reason}")
+    return request.param
+
+
 def anchored(oracle, heads, dtype, num_rows=40, anchor_scale=50.0):
     """Inputs with a loud anchor, the tiles without it, and the dense oracle with it."""
     x = oracle.inputs(num_rows, num_rows, heads, dtype)
@@ -154,7 +165,7 @@ def with_anchor(x, tiles):
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (9, 3), (4, 1)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_anchor_correction_equals_dense_autograd(dtype, heads, oracle):
+def test_anchor_correction_equals_dense_autograd(either, dtype, heads, oracle):
     x, tiles, expected = anchored(oracle, heads, dtype)
     tolerance = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-2}[dtype]
     for name, value in with_anchor(x, tiles).items():
@@ -164,6 +175,7 @@ def test_anchor_correction_equals_dense_autograd(dtype, heads, oracle):
 
 
 def test_anchor_rows_have_the_same_bits_in_any_blocking(monkeypatch, oracle):
+    monkeypatch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
     x, tiles, _ = anchored(oracle, (4, 2), torch.float32)
     whole = with_anchor(x, tiles)
     monkeypatch.setattr(merge, "CPU_BLOCK_ELEMENTS", 3 * 64)
@@ -174,7 +186,7 @@ def test_anchor_rows_have_the_same_bits_in_any_blocking(monkeypatch, oracle):
         assert torch.allclose(whole[name], blocked[name], rtol=1e-5, atol=1e-5), name
 
 
-def test_anchor_touches_only_the_given_rows(oracle):
+def test_anchor_touches_only_the_given_rows(either, oracle):
     x = oracle.inputs(12, 12, (4, 2), torch.float32)
     state = SoftmaxState.empty(x.q)
     anchor_forward_(state, x.q, x.k[0], x.v[0], SCALE, 3, 7)
@@ -187,7 +199,7 @@ def test_anchor_touches_only_the_given_rows(oracle):
     assert torch.allclose(dv0, dv0_expected, rtol=0, atol=1e-6)
 
 
-def test_a_query_that_sees_only_the_anchor_has_its_value_and_no_score_gradient(oracle):
+def test_a_query_that_sees_only_the_anchor_has_its_value_and_no_score_gradient(either, oracle):
     x = oracle.inputs(6, 1, (4, 2), torch.float32)
     state = SoftmaxState.empty(x.q)
     anchor_forward_(state, x.q, x.k[0], x.v[0], SCALE, 0, 6)
@@ -199,7 +211,7 @@ def test_a_query_that_sees_only_the_anchor_has_its_value_and_no_score_gradient(o
     assert torch.equal(dk0, torch.zeros_like(dk0))
 
 
-def test_anchor_scores_of_bf16_inputs_are_not_rounded_to_bf16(oracle):
+def test_anchor_scores_of_bf16_inputs_are_not_rounded_to_bf16(either, oracle):
     x = oracle.inputs(64, 1, (4, 2), torch.bfloat16, head_dim=64)
     state = SoftmaxState.empty(x.q)
     anchor_forward_(state, x.q, x.k[0], x.v[0], 1.0, 0, 64)
@@ -207,10 +219,48 @@ def test_anchor_scores_of_bf16_inputs_are_not_rounded_to_bf16(oracle):
     assert (state.lse.double() - (x.q.double() * k0).sum(-1)).abs().max() < 1e-5
 
 
-def test_anchor_backward_is_zero_and_finite_where_the_lse_is_empty(oracle):
+def test_anchor_backward_is_zero_and_finite_where_the_lse_is_empty(either, oracle):
     x = oracle.inputs(5, 1, (4, 2), torch.float32)
     state = SoftmaxState.empty(x.q)
     dq, dk0, dv0 = (torch.zeros(y.shape) for y in (x.q, x.k[0], x.v[0]))
     anchor = (x.dout, x.q, x.k[0], x.v[0], state.out, state.lse, SCALE, 0, 5, dq, dk0, dv0)
     anchor_backward_(*anchor)
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in (dq, dk0, dv0))
+
+
+def test_the_kernel_gives_the_same_bits_on_any_number_of_threads(oracle):
+    x = oracle.inputs(5000, 1, (4, 2), torch.float32, head_dim=24)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            state = SoftmaxState.empty(x.q)
+            anchor_forward_(state, x.q, x.k[0], x.v[0], SCALE, 3, 4999)
+            dq, dk0, dv0 = (torch.zeros(y.shape) for y in (x.q, x.k[0], x.v[0]))
+            anchor = (x.dout, x.q, x.k[0], x.v[0], state.out + 0.1, state.lse, SCALE, 3, 4999)
+            anchor_backward_(*anchor, dq, dk0, dv0)
+            found.append((state.out, state.lse, dq, dk0, dv0))
+    finally:
+        torch.set_num_threads(before)
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_kernel_and_torch_agree_on_strided_rows_of_any_width(monkeypatch, oracle):
+    for head_dim in (1, 7, 64, 96):
+        x = oracle.inputs(600, 1, (6, 2), torch.float32, head_dim=2 * head_dim)
+        q, dout = x.q[..., head_dim:], x.dout[..., :head_dim]
+        k0, v0 = x.k[0, :, head_dim:], x.v[0, :, :head_dim]
+        results = []
+        for kernel in (True, False):
+            with monkeypatch.context() as patch:
+                if not kernel:
+                    patch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
+                state = SoftmaxState(x.dout[..., head_dim:].clone(), x.q[..., 0].clone())
+                anchor_forward_(state, q, k0, v0, SCALE, 1, 600)
+                dq, dk0, dv0 = (torch.zeros(y.shape) for y in (q, k0, v0))
+                anchor = (dout, q, k0, v0, state.out, state.lse, SCALE, 1, 600, dq, dk0, dv0)
+                anchor_backward_(*anchor)
+                results.append((state.out, state.lse, dq, dk0, dv0))
+        for a, b in zip(*results, strict=True):
+            assert (a - b).abs().max() <= 2e-6 * max(1.0, float(b.abs().max())), head_dim

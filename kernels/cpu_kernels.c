@@ -1,10 +1,14 @@
-/* Attention over short tiles: softmax attention and its gradients for tiles of a few hundred rows.
+/* Attention on one CPU thread: short tiles, and the anchor's correction; forward and gradients.
  *
- * A unit is one tile and one key head. Units are computed in their order; the caller gives those that
+ * Short tiles. A unit is one tile and one key head. Units are computed in their order; the caller gives those that
  * share rows of a result to one thread. Keys and values of a unit are widened to fp32 and laid out
  * once (keys transposed), then each query head of the key head takes its query rows ROWS at a time:
  * scores, softmax and products stay in the first level cache. A block computes only the columns that
- * its last row sees, rounded up to a vector. The bits of a row depend on its own tiles alone.
+ * its last row sees, rounded up to a vector.
+ *
+ * The anchor is merged row by row, in one pass over q and out, two of the gradients' inputs.
+ *
+ * The bits of a row depend on its own tiles and anchor alone.
  *
  * Legend: D head dimension, DP and MP the head dimension and the tile's keys rounded up to WIDTH.
  */
@@ -257,8 +261,8 @@ INLINE float *take(float **scratch, int64_t count)
     return taken;
 }
 
-/* fp32 numbers of scratch that one call needs. */
-int64_t scratch_elements(int64_t head_dim, int64_t max_keys)
+/* fp32 numbers of scratch that a call over short tiles needs. */
+int64_t short_scratch_elements(int64_t head_dim, int64_t max_keys)
 {
     int64_t dp = padded(head_dim), mp = padded(max_keys + ROWS);
     return 6 * (mp * dp + 16) + 2 * BACKWARD_ROWS * (mp + 2 * dp + 16) + 4096;
@@ -409,5 +413,100 @@ void short_backward(const Job *job, int64_t first, int64_t last, float *scratch)
                 dv[d] += d_values[j * dp + d];
             }
         }
+    }
+}
+
+/* Rows that see one anchor; (N, H, D) as above, k0 and v0 (Hkv, D) fp32 and contiguous. */
+typedef struct {
+    Matrix q, out, dout, dq;
+    float *lse;
+    int64_t lse_row_stride, lse_head_stride;
+    const float *k0, *v0;
+    int64_t num_heads, num_key_heads, head_dim;
+    float scale;
+} AnchorJob;
+
+INLINE float dot(const float *a, const float *b, int64_t dp)
+{
+    vec sum = {0};
+    for (int64_t d = 0; d < dp; d += WIDTH)
+        sum += *(const vec *)(a + d) * *(const vec *)(b + d);
+    return sum_of(sum);
+}
+
+/* k0 or v0 with rows of DP numbers. */
+static void load_anchor(float *to, const float *from, const AnchorJob *job)
+{
+    Matrix rows = {(void *)(uintptr_t)from, 0, job->head_dim, 0};
+    for (int64_t head = 0; head < job->num_key_heads; head++)
+        load_row(to + head * padded(job->head_dim), &rows, 0, head, job->head_dim, 1.0f);
+}
+
+/* fp32 numbers of scratch that a call over rows with an anchor needs. */
+int64_t anchor_scratch_elements(int64_t head_dim, int64_t num_key_heads)
+{
+    return (4 * num_key_heads + 3) * padded(head_dim) + 4096;
+}
+
+/* Merge the anchor into out and lse of rows first .. last - 1. */
+void anchor_forward(const AnchorJob *job, int64_t first, int64_t last, float *scratch)
+{
+    const int64_t n = job->head_dim, dp = padded(n);
+    const int64_t group = job->num_heads / job->num_key_heads;
+    float *k0 = take(&scratch, job->num_key_heads * dp);
+    float *v0 = take(&scratch, job->num_key_heads * dp), *q = take(&scratch, dp);
+    load_anchor(k0, job->k0, job);
+    load_anchor(v0, job->v0, job);
+    for (int64_t row = first; row < last; row++) {
+        float *lse = job->lse + row * job->lse_row_stride;
+        for (int64_t head = 0; head < job->num_heads; head++) {
+            int64_t own = head / group * dp;
+            load_row(q, &job->q, row, head, n, 1.0f);
+            float score = dot(q, k0 + own, dp) * job->scale;
+            merge_row(row_of(&job->out, row, head), lse + head * job->lse_head_stride, v0 + own,
+                      1.0f, score, n);
+        }
+    }
+}
+
+/* Add the anchor's part of rows first .. last - 1 into dq, and write dk0 and dv0 of these rows,
+ * (Hkv, D) each; out and lse are final. */
+void anchor_backward(const AnchorJob *job, int64_t first, int64_t last, float *scratch, float *dk0,
+                     float *dv0)
+{
+    const int64_t n = job->head_dim, dp = padded(n), all = job->num_key_heads * dp;
+    const int64_t group = job->num_heads / job->num_key_heads;
+    float *k0 = take(&scratch, all), *v0 = take(&scratch, all);
+    float *sum_k = take(&scratch, all), *sum_v = take(&scratch, all);
+    float *q = take(&scratch, dp), *dout = take(&scratch, dp), *out = take(&scratch, dp);
+    load_anchor(k0, job->k0, job);
+    load_anchor(v0, job->v0, job);
+    memset(sum_k, 0, all * sizeof(float));
+    memset(sum_v, 0, all * sizeof(float));
+    for (int64_t row = first; row < last; row++) {
+        for (int64_t head = 0; head < job->num_heads; head++) {
+            int64_t own = head / group * dp;
+            float lse = job->lse[row * job->lse_row_stride + head * job->lse_head_stride];
+            if (lse == -INFINITY)
+                continue;
+            load_row(q, &job->q, row, head, n, 1.0f);
+            load_row(dout, &job->dout, row, head, n, 1.0f);
+            load_row(out, &job->out, row, head, n, 1.0f);
+            for (int64_t d = 0; d < dp; d++)
+                out[d] = v0[own + d] - out[d];
+            float p0 = expf(dot(q, k0 + own, dp) * job->scale - lse);
+            float ds = p0 * dot(dout, out, dp) * job->scale;
+            float *dq = row_of(&job->dq, row, head);
+            for (int64_t d = 0; d < n; d++)
+                dq[d] += ds * k0[own + d];
+            for (int64_t d = 0; d < dp; d++) {
+                sum_k[own + d] += ds * q[d];
+                sum_v[own + d] += p0 * dout[d];
+            }
+        }
+    }
+    for (int64_t head = 0; head < job->num_key_heads; head++) {
+        memcpy(dk0 + head * n, sum_k + head * dp, n * sizeof(float));
+        memcpy(dv0 + head * n, sum_v + head * dp, n * sizeof(float));
     }
 }
