@@ -78,23 +78,34 @@ class Attention:
         """Of the dot products."""
         return self.q.shape[-1] ** -0.5
 
-    def forward(self, engine: Engine) -> SoftmaxState:
-        """All tiles and the anchor's column."""
-        state = SoftmaxState.empty(self.q)
+    def forward(self, engine: Engine, state: SoftmaxState | None = None) -> SoftmaxState:
+        """All tiles and the anchor's column, merged into ``state``, by default an empty one."""
+        state = state or SoftmaxState.empty(self.q)
         (step,) = self.plan.mine.steps
         forward_with_anchors_(
             engine, self.q, self.k, self.v, step.tiles, self.scale, state, self._anchors()
         )
         return state
 
-    def backward(
-        self, engine: Engine, out: torch.Tensor, lse: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """dq, dk and dv, accumulators, from the final output (in the dtype of q) and LSE."""
+    def gradients(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Accumulators for dq, dk and dv, zero."""
         dtype = accumulator_dtype(self.q.dtype)
         dq, dk, dv = (
             torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (self.q, self.k, self.v)
         )
+        return dq, dk, dv
+
+    def backward(
+        self,
+        engine: Engine,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        into: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """dq, dk and dv, accumulators, from the final output (in the dtype of q) and LSE; added
+        ``into``, by default zeros."""
+        dq, dk, dv = into or self.gradients()
+        dtype = dq.dtype
         anchors = self._anchors()
         d_anchors = torch.zeros(anchors.rows.shape, dtype=dtype, device=self.q.device)
         (step,) = self.plan.mine.steps

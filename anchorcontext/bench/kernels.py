@@ -2,7 +2,8 @@
 
 The yardstick is torch's own attention on one causal sequence of equal FLOPs, in the same run: what
 the device does when nothing is packed. Beside the engines, for documents: a torch call for each.
-FLOPs are those of the visible pairs, 4 D Hq a pair forward and 2.5 times that backward.
+FLOPs are those of the visible pairs, 4 D Hq a pair forward and 2.5 times that backward. An engine
+adds to accumulators that its caller made, so these are made before the clock starts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from itertools import product
 
 import torch
 
-from anchorcontext.kernels import Engine, engine_report, get_engine
+from anchorcontext.kernels import Engine, SoftmaxState, engine_report, get_engine
 
 from ..markdown import markdown_table
 from .attention import Attention, causal_call
@@ -54,8 +55,9 @@ class KernelSpeed:
         return BACKWARD_FLOPS * self.gflops / self.backward_seconds
 
 
-# Runs a forward and returns what runs its backward.
-Contestant = Callable[[], Callable[[], object]]
+# Gets ready and returns what runs a forward and returns what runs its backward.
+Backward = Callable[[], object]
+Contestant = Callable[[], Callable[[], Backward]]
 
 
 def bench_kernels(
@@ -112,24 +114,42 @@ def _contestants(
     # The reference engine is dense: it shows nothing but its own cost.
     names = engines if engines is not None else [name for name in able if name != "reference"]
     found: dict[str, Contestant] = {}
+    accumulators = SoftmaxState.empty(q), attention.gradients()  # the engines take turns
     for name in names:
         engine = get_engine(name, device=q.device, dtype=q.dtype)
-        found[name] = partial(_engine_forward, attention, engine)
+        found[name] = _engine_contestant(attention, engine, *accumulators)
     if mode == "intra_doc":
-        found[PER_DOCUMENT] = partial(_torch_forward, attention, attention.lengths)
+        found[PER_DOCUMENT] = _torch_contestant(attention, attention.lengths)
     pairs = attention.plan.num_pairs
     rows = round((math.sqrt(8 * pairs + 1) - 1) / 2)  # n (n + 1) / 2 = pairs
-    found[YARDSTICK] = partial(_torch_forward, attention, [rows])
+    found[YARDSTICK] = _torch_contestant(attention, [rows])
     return found
 
 
-def _engine_forward(attention: Attention, engine: Engine) -> Callable[[], object]:
-    state = attention.forward(engine)
-    out = state.out.to(attention.q.dtype)
-    return partial(attention.backward, engine, out, state.lse)
+def _engine_contestant(
+    attention: Attention,
+    engine: Engine,
+    state: SoftmaxState,
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> Contestant:
+    def get_ready() -> Callable[[], Backward]:
+        state.out.zero_()
+        state.lse.fill_(-math.inf)
+        return forward
+
+    def forward() -> Backward:
+        attention.forward(engine, state)
+        out = state.out.to(attention.q.dtype)
+        return partial(attention.backward, engine, out, state.lse, gradients)
+
+    return get_ready
 
 
-def _torch_forward(attention: Attention, lengths: Sequence[int]) -> Callable[[], object]:
+def _torch_contestant(attention: Attention, lengths: Sequence[int]) -> Contestant:
+    return lambda: partial(_torch_forward, attention, lengths)
+
+
+def _torch_forward(attention: Attention, lengths: Sequence[int]) -> Backward:
     parts = []
     start = 0
     for length in lengths:
@@ -170,8 +190,9 @@ def _time_in_turn(
     return best
 
 
-def _time(forward: Contestant, device: torch.device) -> tuple[float, float]:
+def _time(contestant: Contestant, device: torch.device) -> tuple[float, float]:
     """Seconds of one forward and of its backward."""
+    forward = contestant()
     started = _now(device)
     backward = forward()
     between = _now(device)
@@ -214,7 +235,8 @@ def kernels_markdown(results: Sequence[KernelSpeed], setting: str, command: str)
             "## Engines",
             f"Written by `{command}`. {setting} FLOPs of visible pairs over the fastest repeat, "
             "all contestants in turn in one run; the last column compares forward and backward "
-            "together with torch's own attention on one causal sequence of equal FLOPs.",
+            "together with torch's own attention on one causal sequence of equal FLOPs. Engines "
+            "add to accumulators made before the clock starts.",
             markdown_table(HEADERS, table_rows(results)),
         ]
     )
