@@ -35,7 +35,7 @@ def anchor_forward_(
         scratch = scratch_of(elements)
         lib.anchor_forward(ctypes.byref(job), first, last, scratch.data_ptr())
 
-    scratch_of, side_by_side(run, _edges(start, stop))
+    side_by_side(run, _edges(start, stop))
 
 
 def anchor_backward_(
@@ -69,7 +69,7 @@ def anchor_backward_(
                 ctypes.byref(job), row, min(row + CHUNK_ROWS, last), scratch.data_ptr(), *into
             )
 
-    scratch_of, side_by_side(run, _edges(start, stop))
+    side_by_side(run, _edges(start, stop))
     dk0 += sums[0].sum(0)
     dv0 += sums[1].sum(0)
 

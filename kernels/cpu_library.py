@@ -87,12 +87,16 @@ def library() -> ctypes.CDLL:
         CompilerError: there is no compiler.
     """
     found = load("cpu_kernels")
-    rows = (_COUNT, _COUNT, ctypes.c_void_p)
-    for name, job in (("short", ShortJob), ("anchor", AnchorJob)):
-        for kernel in ("forward", "backward"):
-            function = getattr(found, f"{name}_{kernel}")
-            function.argtypes, function.restype = (ctypes.POINTER(job), *rows), None
-    found.anchor_backward.argtypes += (ctypes.c_void_p, ctypes.c_void_p)
+    address = ctypes.c_void_p
+    for name, job, more in (
+        ("short_forward", ShortJob, ()),
+        ("short_backward", ShortJob, ()),
+        ("anchor_forward", AnchorJob, ()),
+        ("anchor_backward", AnchorJob, (address, address)),
+    ):
+        function = getattr(found, name)
+        function.argtypes = (ctypes.POINTER(job), _COUNT, _COUNT, address, *more)
+        function.restype = None
     for name in ("short_scratch_elements", "anchor_scratch_elements"):
         getattr(found, name).argtypes, getattr(found, name).restype = (_COUNT, _COUNT), _COUNT
     return found

@@ -157,7 +157,7 @@ def _compute(
         kernel(ctypes.byref(job), first, last, scratch.data_ptr())
 
     useful = 1 + int(units.work[-1]) * (num_heads // num_key_heads) * head_dim // _THREAD_WORK
-    scratch_of, side_by_side(run, equal_shares(units, min(torch.get_num_threads(), useful)))
+    side_by_side(run, equal_shares(units, min(torch.get_num_threads(), useful)))
 
 
 def equal_shares(units: Units, threads: int) -> list[int]:
