@@ -85,8 +85,10 @@ def test_a_killed_run_goes_on(model_folder: str, documents: str, tmp_path: Path)
         assert len(files) == 3
         run_rope(settings, tmp_path, workers=workers)
         assert all(path.stat().st_mtime_ns == time for path, time in files.items())
-        splits, made = stored_splits(settings, tmp_path)
-        assert len(splits) == len(rope_units(settings)) == 8 and len(made) == 1
+        splits, bands, made = stored_splits(settings, tmp_path)
+        # By bands: near, near with pairs turned, and far.
+        assert len(splits) == 8 and len(bands) == 2 * 3 and len(made) == 1
+        assert len(rope_units(settings)) == 8 + 6
         again = tmp_path / "again"
         run_rope(settings, again, workers=workers)
     for one, two in zip(splits, stored_splits(settings, again)[0], strict=True):

@@ -61,7 +61,8 @@ def command(
 
     Layers of MODEL hand out their q, k and v before RoPE; tables, rotation, dot product, softmax
     and values are then computed in fp64, each rounded to a format of its own. The total, against
-    fp64 and against the same layer with all positions shifted, is split into the stages' parts.
+    fp64 and against the same layer with all positions shifted, is split into the stages' parts,
+    and that of sdpa:bf16 into the parts of bands of RoPE's frequencies, near and far.
     Also: position ids that a format cannot hold, and what casting a model does to inv_freq.
     """
     from dataclasses import asdict, replace
@@ -82,12 +83,12 @@ def command(
     if not stored:
         with Workers(threads) as workers, progress_bar() as tell:
             run_rope(settings, out, workers=workers, tell=tell)
-    splits, made = stored_splits(settings, out)
+    splits, bands, made = stored_splits(settings, out)
     if not splits:
         raise UserError(f"--out {out}: nothing is stored with these settings; drop --stored")
     line = command_line("rope", model, given)
     casts = stored_casts(out, measure=not stored, deepspeed=deepspeed)
-    sheet = rope_sheet(settings, splits, casts, command=line, made=made)
+    sheet = rope_sheet(settings, splits, bands, casts, command=line, made=made)
     show(
         sheet,
         lambda: draw_rope(splits, settings.shift),

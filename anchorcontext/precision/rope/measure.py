@@ -27,12 +27,16 @@ from ..texts import Text, corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
 from ..walk import Variant, walk
 from ..workers import Workers
-from .parts import Parts, split
+from .bands import EIGHTH, NUM_BANDS, bands_of, energy_shares, one_sided, turned, wavelengths
+from .parts import Parts, split, split_bands
 from .stages import Heads, parse_stack
 
 NORMAL = "normal"
 NORMAL_HEADS = 4
-RESULT_VERSION = 2
+BANDED = "sdpa:bf16"
+"""The stack that is also split by bands of frequencies: at the first and the last offset, and at
+the first with the pairs of q and k turned."""
+RESULT_VERSION = 3
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,18 @@ class Split:
     parts: Parts
 
 
+@dataclass(frozen=True)
+class BandSplit(Split):
+    """One stored split by bands, of q and k as they are or ``turned``: ``parts`` over bands;
+    ``energy`` and ``one_sided`` (bands,) of them as they are and ``wavelengths`` (bands, 2), see
+    :mod:`~.bands`."""
+
+    turned: bool
+    energy: np.ndarray
+    one_sided: np.ndarray
+    wavelengths: np.ndarray
+
+
 def check_rope_settings(settings: RopeSettings) -> RopeSettings:
     """The settings with layers filled in and lists in order, or why they cannot be measured.
 
@@ -124,34 +140,52 @@ def check_rope_settings(settings: RopeSettings) -> RopeSettings:
 
 
 def rope_units(settings: RopeSettings) -> list[Unit]:
-    """Every stack at every offset, of every layer of every source."""
+    """Every stack at every offset, of every layer of every source; then :data:`BANDED`, if it is
+    among the stacks and there are two offsets, by bands."""
+    near, far = settings.offsets[0], settings.offsets[-1]
+    by_bands = [(near, 0.0), (near, EIGHTH), (far, 0.0)] if near != far else []
+    units = []
+    for layer in _layer_facts(settings):
+        where = f"{layer['source']} layer {layer['layer']} text {layer['text']}"
+        for stack in settings.stacks:
+            formats = parse_stack(stack)
+            for offset in settings.offsets:
+                facts = {**layer, "stack": stack, "offset": offset, "formats": formats.formats}
+                name = f"{where} {stack} offset {offset}"
+                units.append(Unit(name, facts, len(formats.rounds) + 1.0))
+        for offset, angle in by_bands if BANDED in settings.stacks else ():
+            facts = {
+                **layer,
+                "stack": BANDED,
+                "offset": offset,
+                "formats": parse_stack(BANDED).formats,
+                "bands": NUM_BANDS,
+                "turned": angle,
+            }
+            name = f"{where} {BANDED} offset {offset} by bands" + (", turned" if angle else "")
+            units.append(Unit(name, facts, NUM_BANDS + 1.0))
+    return units
+
+
+def _layer_facts(settings: RopeSettings) -> Iterator[dict[str, Any]]:
+    """What decides the numbers of each layer, whatever the stack."""
     digest = model_digest(settings.model)
     texts = corpus_digest(settings.model, settings.source)
-    units = []
     for source in settings.sources:
         synthetic = source == NORMAL
         for text in range(1 if synthetic else settings.texts):
             for layer in (0,) if synthetic else settings.layers:
-                for stack in settings.stacks:
-                    for offset in settings.offsets:
-                        facts = {
-                            "source": source,
-                            "layer": layer,
-                            "text": text,
-                            "stack": stack,
-                            "offset": offset,
-                            "formats": parse_stack(stack).formats,
-                            "shift": settings.shift,
-                            "tokens": settings.tokens,
-                            "heads": settings.heads,
-                            "model": digest,
-                            "texts": None if synthetic else texts,
-                            "seed": settings.seed,
-                        }
-                        name = f"{source} layer {layer} text {text} {stack} offset {offset}"
-                        work = len(parse_stack(stack).rounds) + 1.0
-                        units.append(Unit(name, facts, work))
-    return units
+                yield {
+                    "source": source,
+                    "layer": layer,
+                    "text": text,
+                    "shift": settings.shift,
+                    "tokens": settings.tokens,
+                    "heads": settings.heads,
+                    "model": digest,
+                    "texts": None if synthetic else texts,
+                    "seed": settings.seed,
+                }
 
 
 def run_rope(
@@ -185,16 +219,30 @@ def run_rope(
                 if (unit.facts["text"], unit.facts["layer"]) != key:
                     continue
                 progress.at(unit)
-                parts = split(
-                    heads,
-                    parse_stack(unit.facts["stack"]),
-                    offset=unit.facts["offset"],
-                    shift=settings.shift,
-                    workers=workers,
-                    only=spread(heads.num_heads, settings.heads),
-                )
-                store.save(unit, asdict(parts))
+                store.save(unit, _measure(unit, heads, settings, workers))
                 progress.stored(unit)
+
+
+def _measure(unit: Unit, heads: Heads, settings: RopeSettings, workers: Workers) -> dict[str, Any]:
+    """The result of one unit."""
+    stack = parse_stack(unit.facts["stack"])
+    only = spread(heads.num_heads, settings.heads)
+    options: dict[str, Any] = {
+        "offset": unit.facts["offset"],
+        "shift": settings.shift,
+        "workers": workers,
+        "only": only,
+    }
+    if "bands" not in unit.facts:
+        return asdict(split(heads, stack, **options))
+    bands = bands_of(heads.inv_freq)
+    seen = turned(heads, unit.facts["turned"]) if unit.facts["turned"] else heads
+    return {
+        "parts": asdict(split_bands(seen, stack, bands, **options)),
+        "energy": energy_shares(heads, bands, only),
+        "one_sided": one_sided(heads, bands, only),
+        "wavelengths": wavelengths(heads.inv_freq, bands),
+    }
 
 
 def spread(num_heads: int, count: int) -> list[int]:
@@ -202,19 +250,30 @@ def spread(num_heads: int, count: int) -> list[int]:
     return sorted({round(x) for x in np.linspace(0, num_heads - 1, min(count, num_heads))})
 
 
-def stored_splits(settings: RopeSettings, out: Path) -> tuple[list[Split], list[str]]:
+def stored_splits(
+    settings: RopeSettings, out: Path
+) -> tuple[list[Split], list[BandSplit], list[str]]:
     """What is stored of these settings, and where and with what it was measured."""
     store = UnitStore(out, "rope", RESULT_VERSION)
     units = rope_units(settings)
-    found = []
+    splits, bands = [], []
     for unit in units:
         result = store.load(unit)
         if result is None:
             continue
-        parts = Parts(**{name: np.array(value, dtype=float) for name, value in result.items()})
         where = {key: unit.facts[key] for key in ("source", "layer", "text", "stack", "offset")}
-        found.append(Split(**where, parts=parts))
-    return found, store.made(units)
+        if "bands" in unit.facts:
+            parts = _parts(result.pop("parts"))
+            about: dict[str, Any] = {name: np.array(value) for name, value in result.items()}
+            about["turned"] = unit.facts["turned"] != 0
+            bands.append(BandSplit(**where, parts=parts, **about))
+        else:
+            splits.append(Split(**where, parts=_parts(result)))
+    return splits, bands, store.made(units)
+
+
+def _parts(stored: dict[str, Any]) -> Parts:
+    return Parts(**{name: np.array(value, dtype=float) for name, value in stored.items()})
 
 
 def capture(

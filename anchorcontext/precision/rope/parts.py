@@ -1,4 +1,5 @@
-"""The deviation of a stack of number formats, split into the parts that its stages add.
+"""The deviation of a stack of number formats, split into the parts that its stages add, or the
+frequencies of RoPE.
 
 Two deviations x of one layer's attention, each of three quantities:
 
@@ -19,12 +20,16 @@ parts, exactly.
 sqrt(sum of x^2) would be the whole, over the stages that add something in order (one that rounds
 what is rounded already adds nothing, though alone it does). What is missing or too much is the
 **interaction**.
+
+The same with bands of frequencies in the place of stages: a score is a sum over dimensions, so the
+errors of q and k in a band's dimensions are that band's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -51,12 +56,13 @@ MIN_BLOCK_ROWS = 16
 
 @dataclass(frozen=True)
 class Parts:
-    """The split of one stack on one layer; arrays are fp64, over KINDS, QUANTITIES and STAGES.
+    """The split of one stack on one layer; arrays are fp64, over KINDS, QUANTITIES and N pieces:
+    STAGES, or bands.
 
     Attributes:
         total: (2, 3) x.
-        alone: (2, 3, 12) x of the stack in which that stage alone rounds.
-        ordered: (2, 3, 12) the parts: what the stage adds after those before it; their sum is
+        alone: (2, 3, N) x of the stack in which that piece alone rounds.
+        ordered: (2, 3, N) the parts: what the piece adds after those before it; their sum is
             ``total``.
         floor: (3,) x of fp64 itself, kind ``twin``.
     """
@@ -68,9 +74,9 @@ class Parts:
 
     @property
     def independent(self) -> np.ndarray:
-        """(2, 3): what the total would be if the errors of its stages were independent.
+        """(2, 3): what the total would be if the errors of its pieces were independent.
 
-        Without stages that add nothing in order: they round what is rounded already.
+        Without pieces that add nothing in order: they round what is rounded already.
         """
         adding = np.where(self.ordered == 0, 0.0, self.alone)
         root: np.ndarray = np.sqrt(np.square(adding).sum(-1))
@@ -102,11 +108,55 @@ def split(
         workers: heads are computed side by side.
         only: query heads; the others are left out of all sums. Default: all.
     """
+    pieces: list[_Piece | None] = [None] * len(STAGES)
+    for stage in stack.rounds:
+        pieces[stage] = _Piece(stack.alone(stage), stack.up_to(stage))
+    return _split(heads, stack, pieces, offset, shift, workers, only)
+
+
+def split_bands(
+    heads: Heads,
+    stack: Stack,
+    bands: Sequence[tuple[int, ...]],
+    *,
+    offset: int,
+    shift: int,
+    workers: Workers,
+    only: Sequence[int] | None = None,
+) -> Parts:
+    """The parts of bands of frequencies instead of stages; arguments as of :func:`split`.
+
+    What is split is ``stack`` up to the operands, in the dimensions of ``bands`` (indices into
+    ``heads.inv_freq``, each in one band); scores and all after them are fp64.
+    """
+    rotation = stack.up_to(ROTATED - 1)
+    up_to = [tuple(i for band in bands[: n + 1] for i in band) for n in range(len(bands))]
+    pieces = [_Piece(rotation.on(a), rotation.on(b)) for a, b in zip(bands, up_to, strict=True)]
+    return _split(heads, rotation.on(up_to[-1]), pieces, offset, shift, workers, only)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """The stack in which one piece alone rounds, and the one with those before it as well."""
+
+    alone: Stack
+    up_to: Stack
+
+
+def _split(
+    heads: Heads,
+    stack: Stack,
+    pieces: Sequence[_Piece | None],
+    offset: int,
+    shift: int,
+    workers: Workers,
+    only: Sequence[int] | None,
+) -> Parts:
     tasks = range(heads.num_heads) if only is None else only
-    sums = np.zeros((3, 2, 3, len(STAGES)))
+    sums = np.zeros((3, 2, 3, len(pieces)))
     floor = np.zeros(3)
     norm = 0.0
-    for head in workers.map(lambda h: _Head(heads, h, stack, offset, shift).sums(), tasks):
+    for head in workers.map(lambda h: _Head(heads, h, stack, pieces, offset, shift).sums(), tasks):
         sums += head.sums
         floor += head.floor
         norm += head.norm
@@ -129,20 +179,28 @@ class _Sums:
 class _Head:
     """One head's sums; called by the workers."""
 
-    def __init__(self, heads: Heads, head: int, stack: Stack, offset: int, shift: int) -> None:
-        self.heads, self.stack = heads, stack
+    def __init__(
+        self,
+        heads: Heads,
+        head: int,
+        stack: Stack,
+        pieces: Sequence[_Piece | None],
+        offset: int,
+        shift: int,
+    ) -> None:
+        self.heads, self.stack, self.pieces = heads, stack, pieces
         self.query = heads.query[head]
         self.key = heads.key[heads.key_head(head)]
         self.value = heads.value[heads.key_head(head)]
         positions = torch.arange(heads.num_tokens) + offset
         self.positions = (positions, positions + shift)
-        self._rotated: dict[tuple[int, tuple[str, ...]], int] = {}
+        self._rotated: dict[tuple[Any, ...], int] = {}
         self._different: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def sums(self) -> _Sums:
         """Blocks of rows, one after the other."""
         tokens = self.heads.num_tokens
-        found = _Sums(np.zeros((3, 2, 3, len(STAGES))), np.zeros(3), 0.0)
+        found = _Sums(np.zeros((3, 2, 3, len(self.pieces))), np.zeros(3), 0.0)
         step = min(max(BLOCK_ELEMENTS // tokens, MIN_BLOCK_ROWS), tokens)
         for start in range(0, tokens, step):
             self._add(_Block(self, slice(start, min(start + step, tokens))), found)
@@ -156,16 +214,18 @@ class _Head:
         found.sums[0] += total.sizes()[..., None]
         signs = total.signs()
         start = before.along(signs)
-        for stage in self.stack.rounds:
-            found.sums[1, :, :, stage] += block.differences(self.stack.alone(stage)).sizes()
-            stop = block.differences(self.stack.up_to(stage)).along(signs)
-            found.sums[2, :, :, stage] += stop - start
+        for number, piece in enumerate(self.pieces):
+            if piece is None:
+                continue
+            found.sums[1, :, :, number] += block.differences(piece.alone).sizes()
+            stop = block.differences(piece.up_to).along(signs)
+            found.sums[2, :, :, number] += stop - start
             start = stop
 
     def rotated(self, stack: Stack, twin: int) -> int:
         """A number that stands for the rotated q and k of all tokens; equal ones share one: many a
         stage rounds what is rounded already."""
-        key = (twin, stack.formats[:ROTATED])
+        key = (twin, stack.formats[:ROTATED], stack.frequencies)
         if key not in self._rotated:
             query, key_rows = (
                 rotate(x, self.positions[twin], self.heads, stack) for x in (self.query, self.key)

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from ..sheet import CLEAR, Sheet, Table, trend
+from .band_sheet import band_means, band_readings, band_table
 from .casting import FAR, CastResult
 from .formats import lost_positions
-from .measure import RopeSettings, Split
+from .measure import BandSplit, RopeSettings, Split
 from .parts import KINDS, QUANTITIES
 from .stages import STAGES, parse_stack
 
@@ -28,22 +29,28 @@ COLLAPSE = (("bf16", 4096), ("bf16", 131_072), ("fp16", 4096), ("fp16", 131_072)
 def rope_sheet(
     settings: RopeSettings,
     splits: Sequence[Split],
+    bands: Sequence[BandSplit],
     casts: Sequence[CastResult],
     *,
     command: str,
     made: list[str],
 ) -> Sheet:
     """Everything that was measured."""
+    means = band_means(bands)
+    by_bands = band_table(means, settings.shift)
     return Sheet(
         name="rope",
         title="Where the rounding happens",
         command=command,
         made=made,
         settings=asdict(settings),
-        readings=rope_readings(splits, settings.shift) + cast_readings(casts),
+        readings=rope_readings(splits, settings.shift)
+        + band_readings(means, settings.tokens)
+        + cast_readings(casts),
         tables=[
             _totals(splits, settings.shift),
             *(_parts(splits, kind, settings.shift) for kind in KINDS),
+            *by_bands,
             _stacks(settings.stacks),
             _positions(),
             _casts(casts),
@@ -54,6 +61,7 @@ def rope_sheet(
                 _parts([s for s in splits if s.offset == offset], "twin", settings.shift)
                 for offset in sorted({settings.offsets[0], settings.offsets[-1]})
             ),
+            *by_bands,
             _stacks(settings.stacks),
             _positions(),
             _casts(casts),

@@ -24,7 +24,7 @@ output          the weighted sum
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -54,10 +54,15 @@ WIDE = ("positions", "frequencies", "angles")
 
 @dataclass(frozen=True)
 class Stack:
-    """A format for every stage, in the order of :data:`STAGES`."""
+    """A format for every stage, in the order of :data:`STAGES`.
+
+    ``frequencies``: those whose dimensions of q and k go through the stages up to the operands; the
+    other dimensions stay fp64. None: all go.
+    """
 
     name: str
     formats: tuple[str, ...]
+    frequencies: tuple[int, ...] | None = None
 
     def __getitem__(self, stage: str) -> str:
         return self.formats[STAGES.index(stage)]
@@ -80,9 +85,13 @@ class Stack:
         """The stages up to and with that one as here, later ones in fp64."""
         return self._only(set(range(stage + 1)))
 
+    def on(self, frequencies: tuple[int, ...]) -> Stack:
+        """This one on the dimensions of some frequencies."""
+        return replace(self, frequencies=frequencies)
+
     def _only(self, kept: set[int]) -> Stack:
         formats = (f if i in kept else "fp64" for i, f in enumerate(self.formats))
-        return Stack(self.name, tuple(formats))
+        return replace(self, formats=tuple(formats))
 
 
 EXACT = Stack.of("exact", "fp64")
@@ -160,13 +169,18 @@ def rotate(x: torch.Tensor, position_ids: torch.Tensor, heads: Heads, stack: Sta
     angles = torch.cat((angles, angles), dim=-1)
     cos = round_to(angles.cos() * heads.factor, stack["tables"])
     sin = round_to(angles.sin() * heads.factor, stack["tables"])
-    x = round_to(x, stack["inputs"])
+    exact_input, x = x, round_to(x, stack["inputs"])
     turned, rest = x[:, : cos.shape[1]], x[:, cos.shape[1] :]
     first, second = turned.chunk(2, dim=-1)
     across = torch.cat((-second, first), dim=-1)
     place = stack["rotation"]
     turned = round_to(round_to(turned * cos, place) + round_to(across * sin, place), place)
-    return round_to(torch.cat((turned, rest), dim=-1), stack["operands"])
+    rotated = round_to(torch.cat((turned, rest), dim=-1), stack["operands"])
+    if stack.frequencies is None:
+        return rotated
+    first_half = torch.tensor(stack.frequencies)
+    dims = torch.cat((first_half, first_half + len(heads.inv_freq)))
+    return rotate(exact_input, position_ids, heads, EXACT).index_copy(1, dims, rotated[:, dims])
 
 
 def scores_of(
