@@ -129,18 +129,22 @@ def _first(curves: Sequence[Curve]) -> list[str]:
             ]
             cause = " and ".join(large) or "neither probability nor logit error stand out"
         readings.append(
-            f"{curve.setting}, {mean.num_tokens:,} tokens: the first key column holds {share:.1%} "
-            f"of D and {mass:.1%} of the probability, its logit error is {error:.2f} times that of "
-            f"the others: {cause}."
+            f"{curve.setting}, {mean.num_tokens:,} tokens: the first key column holds "
+            f"{_percent(share)} of D and, with the same weights, {_percent(mass)} of the "
+            f"probability; its logit error is {error:.2f} times that of the others: {cause}."
         )
         if curve.kind == "length" and curve.mean(curve.axis[0]).total():
             before = curve.mean(curve.axis[0]).first_share()
             if before and len(curve.axis) > 1:
                 readings.append(
                     f"{curve.setting}: from {curve.axis[0]:,} to {at:,} tokens that share "
-                    f"{trend(share / before)} ({before:.1%} to {share:.1%})."
+                    f"{trend(share / before)} ({_percent(before)} to {_percent(share)})."
                 )
     return readings
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share >= 0.001 else f"{100 * share:.1g}%"
 
 
 def _tables(summary: ShiftSummary) -> list[Table]:
