@@ -168,8 +168,5 @@ def _warnings() -> list[str]:
         found.append("no GPU: everything runs on the CPU, in the cpu engine, over gloo")
     missing = cpu_library.why_not()
     if missing is not None:
-        found.append(
-            f"attention on the CPU goes through torch alone, which is slower: {missing}; "
-            "install a C compiler (apt install gcc), or name one in CC"
-        )
+        found.append(f"attention on the CPU goes through torch alone, which is slower: {missing}")
     return found

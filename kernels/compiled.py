@@ -21,10 +21,11 @@ from pathlib import Path
 
 _OPTIONS = ("-O3", "-std=gnu11", "-fPIC", "-shared")
 _SECONDS = 300
+_INSTALL = "install one (apt install gcc), or name it in CC"
 
 
 class CompilerError(Exception):
-    """Why there is no compiled form, in a sentence."""
+    """Why there is no compiled form, and what to do about it."""
 
 
 def load(name: str) -> ctypes.CDLL:
@@ -42,11 +43,13 @@ def load(name: str) -> ctypes.CDLL:
 @functools.cache
 def _load_once(name: str) -> ctypes.CDLL | CompilerError:
     source = Path(__file__).with_name(f"{name}.c")
-    compiler = shlex.split(os.environ.get("CC", "cc"))
+    asked = os.environ.get("CC", "cc")
     try:
+        compiler = shlex.split(asked)
         native, facts = _describe(compiler)
-        digest = hashlib.blake2b(facts + source.read_bytes(), digest_size=12).hexdigest()
         command = [*compiler, *_OPTIONS, *native]
+        facts += shlex.join(command).encode() + source.read_bytes()
+        digest = hashlib.blake2b(facts, digest_size=12).hexdigest()
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "anchorcontext"
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -54,21 +57,23 @@ def _load_once(name: str) -> ctypes.CDLL | CompilerError:
         except OSError:  # a home that is read-only, full, or forbids to map code
             with tempfile.TemporaryDirectory(prefix="anchorcontext-") as own:
                 return _open(command, source, Path(own) / f"{name}.so")
-    except (OSError, RuntimeError) as error:  # no home
-        return CompilerError(f"{shlex.join(compiler)} cannot be used: {error}")
+    except (OSError, RuntimeError, ValueError) as error:  # no such program, no home, no closing "
+        return CompilerError(f"the C compiler {asked!r} cannot be used ({error}): {_INSTALL}")
     except CompilerError as error:
         return error
 
 
 def _describe(compiler: list[str]) -> tuple[list[str], bytes]:
     """The option for this processor, where the compiler has one, and its predefined macros."""
-    errors = []
     for native in (["-march=native"], ["-mcpu=native"], []):
         done = _run([*compiler, *native, "-dM", "-E", "-x", "c", os.devnull])
         if done.returncode == 0 and b"__STDC__" in done.stdout:
             return native, done.stdout
-        errors.append(done.stderr.decode(errors="replace").strip())
-    raise CompilerError(f"{shlex.join(compiler)} is no C compiler that runs here: {errors[-1]}")
+    said = done.stderr.decode(errors="replace").strip()
+    raise CompilerError(
+        f"{shlex.join(compiler)} is no C compiler that runs here"
+        f"{f' ({said.splitlines()[-1]})' if said else ''}: {_INSTALL}"
+    )
 
 
 def _open(command: list[str], source: Path, path: Path) -> ctypes.CDLL:
@@ -81,7 +86,10 @@ def _open(command: list[str], source: Path, path: Path) -> ctypes.CDLL:
             if done.returncode:
                 lines = done.stderr.decode(errors="replace").strip().splitlines() or ["?"]
                 fault = next((line for line in lines if "error" in line), lines[0])
-                raise CompilerError(f"{command[0]} fails on {source.name}: {fault.strip()}")
+                raise CompilerError(
+                    f"{command[0]} fails on {source.name} ({fault.strip()}): name another compiler "
+                    "in CC, and please report it"
+                )
             os.replace(beside, path)
         finally:
             with contextlib.suppress(OSError):
@@ -93,4 +101,6 @@ def _run(command: list[str]) -> subprocess.CompletedProcess[bytes]:
     try:
         return subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired as error:
-        raise CompilerError(f"{command[0]} took more than {_SECONDS} s") from error
+        raise CompilerError(
+            f"{command[0]} took more than {_SECONDS} s: name another compiler in CC"
+        ) from error

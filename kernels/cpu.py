@@ -1,7 +1,7 @@
 """The CPU engine: torch's flash attention operator for CPUs, and a kernel of ours for short tiles.
 
-Tiles of up to 1,024 queries and keys go to :mod:`.cpu_short`, where a C compiler is at hand, dtypes
-are fp32 or bf16 and the list is not exact. All else is the operator's.
+Tiles of up to 1,024 queries and keys go to :mod:`.cpu_short`, where a C compiler is at hand and
+dtypes are fp32 or bf16. All else is the operator's, and forward of exact lists.
 
 The operator (``aten::_scaled_dot_product_flash_attention_for_cpu``) takes (B, H, S, D) views of any
 stride, reads key heads natively under GQA, returns the LSE and never holds a score matrix. Three
@@ -61,7 +61,7 @@ class CpuEngine:
         if tiles.exact:
             _forward_calls(q, k, v, exact_calls(tiles), scale, state)
             return
-        if cpu_library.why_not(q, k, v, state.out) is None:
+        if cpu_library.why_not(q, k, v) is None:
             short, tiles = cpu_short.split(tiles)
             if short is not None:
                 cpu_short.forward(q, k, v, short, scale, state)
@@ -82,10 +82,12 @@ class CpuEngine:
         dv: torch.Tensor,
     ) -> None:
         """Add the tiles' gradients into ``dq``, ``dk`` and ``dv``, in place."""
-        if cpu_library.why_not(q, k, v, dout, out, lse, dq) is None:
+        if cpu_library.why_not(q, k, v, dout, out) is None:
             short, tiles = cpu_short.split(tiles)
             if short is not None:
                 cpu_short.backward(dout, q, k, v, out, lse, short, scale, dq, dk, dv)
+        if not len(tiles):
+            return
         operator = getattr(torch.ops.aten, _BACKWARD_OP)
         dtype = accumulator_dtype(q.dtype)
         lse = lse_for_backward(lse).to(dtype)

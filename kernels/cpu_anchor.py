@@ -9,7 +9,7 @@ import ctypes
 
 import torch
 
-from .cpu_library import AnchorJob, Matrix, library, scratch_of, side_by_side
+from .cpu_library import AnchorJob, Matrix, empty, library, rows_of, scratch_of, side_by_side
 from .interface import SoftmaxState
 
 # Sums over so many rows are fp32; a fixed number, so that threads do not change them.
@@ -28,6 +28,7 @@ def anchor_forward_(
     """:func:`.merge.anchor_forward_` for fp32 and bf16."""
     k0, v0 = k0.float().contiguous(), v0.float().contiguous()
     job = _job(q, state.out, state.lse, k0, v0, scale)
+    job.out = Matrix.of(state.out, accumulator=True)
     lib = library()
     elements = lib.anchor_scratch_elements(q.shape[2], k0.shape[0])
 
@@ -55,11 +56,11 @@ def anchor_backward_(
     """:func:`.merge.anchor_backward_` for fp32 and bf16."""
     k0, v0 = k0.float().contiguous(), v0.float().contiguous()
     job = _job(q, out, lse, k0, v0, scale)
-    job.dout, job.dq = Matrix.of(dout), Matrix.of(dq)
+    job.dout, job.dq = Matrix.of(dout), Matrix.of(dq, accumulator=True)
     lib = library()
     elements = lib.anchor_scratch_elements(q.shape[2], k0.shape[0])
     chunks = range(start, stop, CHUNK_ROWS)
-    sums = torch.empty(2, len(chunks), *k0.shape)
+    sums = empty(2, len(chunks), *k0.shape)
 
     def run(first: int, last: int) -> None:
         scratch = scratch_of(elements)
@@ -85,9 +86,7 @@ def _job(
     return AnchorJob(
         q=Matrix.of(q),
         out=Matrix.of(out),
-        lse=lse.data_ptr(),
-        lse_row_stride=lse.stride(0),
-        lse_head_stride=lse.stride(1),
+        **rows_of(lse),
         k0=k0.data_ptr(),
         v0=v0.data_ptr(),
         num_heads=q.shape[1],

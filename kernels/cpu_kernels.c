@@ -1,14 +1,15 @@
 /* Attention on one CPU thread: short tiles, and the anchor's correction; forward and gradients.
  *
- * Short tiles. A unit is one tile and one key head. Units are computed in their order; the caller gives those that
- * share rows of a result to one thread. Keys and values of a unit are widened to fp32 and laid out
- * once (keys transposed), then each query head of the key head takes its query rows ROWS at a time:
- * scores, softmax and products stay in the first level cache. A block computes only the columns that
- * its last row sees, rounded up to a vector.
+ * Short tiles. A unit is one tile and one key head. Units are computed in their order; the caller
+ * gives those that share rows of a result to one thread. Keys and values of a unit are widened to
+ * fp32 and laid out once (keys transposed), then the query heads of the key head take its query
+ * rows ROWS at a time: scores, softmax and products stay in the first-level cache. A block computes
+ * only the columns that its last row sees, rounded up to a vector.
  *
- * The anchor is merged row by row, in one pass over q and out, two of the gradients' inputs.
+ * The anchor is merged row by row, in one pass.
  *
- * The bits of a row depend on its own tiles and anchor alone.
+ * The bits of a row depend on its own tiles and anchor alone, while keys and values are finite:
+ * hidden ones of a block of ROWS rows meet probabilities that are 0.
  *
  * Legend: D head dimension, DP and MP the head dimension and the tile's keys rounded up to WIDTH.
  */
@@ -95,11 +96,9 @@ INLINE float *row_of(const Matrix *x, int64_t row, int64_t head)
 }
 
 /* Rows of one head lie far apart: the processor does not foresee the next one. */
-INLINE void prefetch(const float *row, int64_t n)
-{
-    for (int64_t d = 0; d < n; d += 16)
-        __builtin_prefetch(row + d, 1);
-}
+#define PREFETCH(row, n, write)                                                                    \
+    for (int64_t d = 0; d < (n); d += 16)                                                          \
+    __builtin_prefetch((row) + d, write)
 
 /* (rows, DP) to (DP, MP); columns past the rows are zero. */
 static void transpose(float *to, const float *from, int64_t rows, int64_t dp, int64_t mp)
@@ -187,8 +186,8 @@ INLINE vec exponential(vec x)
     return (vec)((ivec)(p * (vec)power) & ~tiny);
 }
 
-/* Sum and maximum of a vector's numbers, halved again and again: adding them up one by one would
- * wait for every addition. */
+/* Sums and the maximum of a vector's numbers, halved again and again: adding them up one by one
+ * would wait for every addition. */
 INLINE float sum_of(vec x)
 {
     float part[WIDTH];
@@ -199,6 +198,14 @@ INLINE float sum_of(vec x)
         for (int c = 0; c < half; c++)
             part[c] += part[c + half];
     return part[0];
+}
+
+INLINE float dot(const float *a, const float *b, int64_t dp)
+{
+    vec sum = {0};
+    for (int64_t d = 0; d < dp; d += WIDTH)
+        sum += *(const vec *)(a + d) * *(const vec *)(b + d);
+    return sum_of(sum);
 }
 
 INLINE float maximum_of(vec x)
@@ -293,9 +300,9 @@ void short_forward(const Job *job, int64_t first, int64_t last, float *scratch)
                 for (int64_t i = 0; i < rows; i++) {
                     int64_t at = u.q_start + row + i;
                     load_row(queries + i * dp, &job->q, at, head, n, job->scale);
-                    prefetch(row_of(&job->out, at, head), n);
+                    PREFETCH(row_of(&job->out, at, head), n, 1);
                     if (row + ROWS + i < u.num_queries && !job->q.is_bf16)
-                        prefetch(row_of(&job->q, at + ROWS, head), n);
+                        PREFETCH(row_of(&job->q, at + ROWS, head), n, 0);
                 }
                 if (rows < ROWS)
                     memset(queries + rows * dp, 0, (ROWS - rows) * dp * sizeof(float));
@@ -359,10 +366,7 @@ void short_backward(const Job *job, int64_t first, int64_t last, float *scratch)
                     load_row(queries + i * dp, &job->q, at, head, n, job->scale);
                     load_row(d_out + i * dp, &job->dout, at, head, n, 1.0f);
                     load_row(row_out, &job->out, at, head, n, 1.0f);
-                    vec sum = {0};
-                    for (int64_t d = 0; d < dp; d += WIDTH)
-                        sum += *(vec *)(row_out + d) * *(vec *)(d_out + i * dp + d);
-                    delta[i] = sum_of(sum);
+                    delta[i] = dot(row_out, d_out + i * dp, dp);
                     lse[i] = job->lse[at * job->lse_row_stride + head * job->lse_head_stride];
                     if (lse[i] == -INFINITY)
                         lse[i] = INFINITY;
@@ -425,14 +429,6 @@ typedef struct {
     int64_t num_heads, num_key_heads, head_dim;
     float scale;
 } AnchorJob;
-
-INLINE float dot(const float *a, const float *b, int64_t dp)
-{
-    vec sum = {0};
-    for (int64_t d = 0; d < dp; d += WIDTH)
-        sum += *(const vec *)(a + d) * *(const vec *)(b + d);
-    return sum_of(sum);
-}
 
 /* k0 or v0 with rows of DP numbers. */
 static void load_anchor(float *to, const float *from, const AnchorJob *job)

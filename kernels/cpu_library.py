@@ -7,7 +7,8 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
 
 import torch
 
@@ -30,8 +31,10 @@ class Matrix(ctypes.Structure):
     )
 
     @classmethod
-    def of(cls, x: torch.Tensor) -> Matrix:
-        """``x`` (N, H, D), which must outlive the call."""
+    def of(cls, x: torch.Tensor, accumulator: bool = False) -> Matrix:
+        """``x`` (N, H, D), which must outlive the call; C adds to accumulators, in fp32."""
+        assert x.device.type == "cpu" and x.dtype in _DTYPES, "see why_not"
+        assert not accumulator or x.dtype == torch.float32, "accumulators are fp32"
         assert x.stride(-1) == 1 or x.shape[-1] == 1, "the last dimension is contiguous"
         return cls(x.data_ptr(), x.stride(0), x.stride(1), _DTYPES[x.dtype])
 
@@ -80,6 +83,17 @@ def why_not(*tensors: torch.Tensor) -> str | None:
     return _missing()
 
 
+def rows_of(lse: torch.Tensor) -> dict[str, int]:
+    """The LSE's fields of a job: (N, Hq), fp32."""
+    assert lse.device.type == "cpu" and lse.dtype == torch.float32, "the LSE is fp32"
+    return {
+        "lse": lse.data_ptr(),
+        "lse_row_stride": lse.stride(0),
+        "lse_head_stride": lse.stride(1),
+    }
+
+
+@functools.cache
 def library() -> ctypes.CDLL:
     """The compiled kernels.
 
@@ -106,14 +120,26 @@ def side_by_side(run: Callable[[int, int], None], edges: Sequence[int]) -> None:
     """``run(first, last)`` of every two neighbours in ``edges``, each on a thread of its own."""
     if len(edges) == 2:
         run(*edges)
-    else:  # ctypes lets other threads run while a kernel does
-        list(_pool(len(edges) - 1, os.getpid()).map(run, edges[:-1], edges[1:]))
+        return
+    # ctypes lets other threads run while a kernel does.
+    pool = _pool(len(edges) - 1, os.getpid())
+    parts = [pool.submit(run, first, last) for first, last in pairwise(edges)]
+    try:
+        for part in parts:
+            part.result()
+    finally:
+        wait(parts)  # a kernel that still runs writes into tensors of the caller
 
 
 def scratch_of(elements: int) -> torch.Tensor:
     """fp32 scratch of so many elements that begins with a cache line."""
-    scratch = torch.empty(elements + 16)
+    scratch = empty(elements + 16)
     return scratch[-(scratch.data_ptr() // 4) % 16 :]
+
+
+def empty(*shape: int) -> torch.Tensor:
+    """fp32 on the CPU, whatever torch's defaults are: C writes into it."""
+    return torch.empty(shape, dtype=torch.float32, device="cpu")
 
 
 @functools.cache
@@ -127,6 +153,6 @@ def _missing() -> str | None:
     try:
         library()
     except CompilerError as error:
-        logger.info("attention on the CPU goes without our kernels: %s", error)
+        logger.warning("attention on the CPU goes through torch alone, which is slower: %s", error)
         return str(error)
     return None

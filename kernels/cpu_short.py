@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from .cpu_library import Matrix, ShortJob, library, scratch_of, side_by_side
+from .cpu_library import Matrix, ShortJob, library, rows_of, scratch_of, side_by_side
 from .interface import SoftmaxState, Tiles
 
 # A block of 8 query rows holds its scores in 32 KiB of first-level cache up to here.
@@ -104,7 +104,7 @@ def forward(
 ) -> None:
     """`Engine.forward` for short tiles."""
     matrices = {"q": q, "k": k, "v": v, "out": state.out}
-    _compute("short_forward", tiles, scale, state.lse, matrices)
+    _compute("short_forward", tiles, scale, state.lse, matrices, written=("out",))
 
 
 def backward(
@@ -124,7 +124,7 @@ def backward(
     matrices = {
         "q": q, "k": k, "v": v, "out": out, "dout": dout, "dq": dq, "dk": dk, "dv": dv
     }  # fmt: skip
-    _compute("short_backward", tiles, scale, lse, matrices)
+    _compute("short_backward", tiles, scale, lse, matrices, written=("dq", "dk", "dv"))
 
 
 def _compute(
@@ -133,15 +133,14 @@ def _compute(
     scale: float,
     lse: torch.Tensor,
     matrices: dict[str, torch.Tensor],
+    written: tuple[str, ...],
 ) -> None:
     _, num_heads, head_dim = matrices["q"].shape
     num_key_heads = matrices["k"].shape[1]
     units = tiles.units(num_key_heads)
     job = ShortJob(
-        **{field: Matrix.of(tensor) for field, tensor in matrices.items()},
-        lse=lse.data_ptr(),
-        lse_row_stride=lse.stride(0),
-        lse_head_stride=lse.stride(1),
+        **{name: Matrix.of(x, accumulator=name in written) for name, x in matrices.items()},
+        **rows_of(lse),
         tiles=tiles.array.ctypes.data,
         units=units.array.ctypes.data,
         num_heads=num_heads,
@@ -149,8 +148,9 @@ def _compute(
         head_dim=head_dim,
         scale=scale,
     )
-    kernel = getattr(library(), name)
-    elements = library().short_scratch_elements(head_dim, tiles.max_keys)
+    lib = library()
+    kernel = getattr(lib, name)
+    elements = lib.short_scratch_elements(head_dim, tiles.max_keys)
 
     def run(first: int, last: int) -> None:
         scratch = scratch_of(elements)

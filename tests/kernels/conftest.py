@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+
+from anchorcontext.kernels import cpu_library
 
 TILE_LISTS = {
     "full": [(0, 24, 0, 40, 0)],
@@ -66,6 +71,21 @@ def random_inputs(num_queries, num_keys, heads, dtype, head_dim=16, seed=0) -> S
         v=draw(num_keys, num_kv_heads),
         dout=draw(num_queries, num_heads),
     )
+
+
+@pytest.fixture(scope="session")
+def c_kernels() -> None:
+    """Skips without a C compiler. With one, kernels that do not compile are a failure."""
+    command = shlex.split(os.environ.get("CC", "cc"))
+    if not command or shutil.which(command[0]) is None or command == ["false"]:
+        pytest.skip(f"no C compiler: {command}")
+    cpu_library.library()
+
+
+@pytest.fixture
+def no_c_kernels(monkeypatch) -> None:
+    """Everything goes through torch."""
+    monkeypatch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
 
 
 @pytest.fixture(scope="session")

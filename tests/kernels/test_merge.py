@@ -126,13 +126,9 @@ def test_merge_rows_equals_merge_on_those_rows(seen):
 
 
 @pytest.fixture(params=["kernel", "torch"])
-def either(request, monkeypatch):
+def either(request):
     """The correction in C, and in torch."""
-    if request.param == "torch":
-        monkeypatch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
-    elif (reason := cpu_library.why_not()) is not None:
-        pytest.skip(f"no C compiler: {reason}")
-    return request.param
+    request.getfixturevalue("c_kernels" if request.param == "kernel" else "no_c_kernels")
 
 
 def anchored(oracle, heads, dtype, num_rows=40, anchor_scale=50.0):
@@ -174,8 +170,7 @@ def test_anchor_correction_equals_dense_autograd(either, dtype, heads, oracle):
         assert error <= tolerance * max(1.0, float(reference.abs().max())), name
 
 
-def test_anchor_rows_have_the_same_bits_in_any_blocking(monkeypatch, oracle):
-    monkeypatch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
+def test_anchor_rows_have_the_same_bits_in_any_blocking(no_c_kernels, monkeypatch, oracle):
     x, tiles, _ = anchored(oracle, (4, 2), torch.float32)
     whole = with_anchor(x, tiles)
     monkeypatch.setattr(merge, "CPU_BLOCK_ELEMENTS", 3 * 64)
@@ -228,7 +223,7 @@ def test_anchor_backward_is_zero_and_finite_where_the_lse_is_empty(either, oracl
     assert all(torch.equal(grad, torch.zeros_like(grad)) for grad in (dq, dk0, dv0))
 
 
-def test_the_kernel_gives_the_same_bits_on_any_number_of_threads(oracle):
+def test_the_kernel_gives_the_same_bits_on_any_number_of_threads(c_kernels, oracle):
     x = oracle.inputs(5000, 1, (4, 2), torch.float32, head_dim=24)
     before, found = torch.get_num_threads(), []
     try:
@@ -246,7 +241,7 @@ def test_the_kernel_gives_the_same_bits_on_any_number_of_threads(oracle):
         assert all(map(torch.equal, found[0], other))
 
 
-def test_kernel_and_torch_agree_on_strided_rows_of_any_width(monkeypatch, oracle):
+def test_kernel_and_torch_agree_on_strided_rows_of_any_width(c_kernels, monkeypatch, oracle):
     for head_dim in (1, 7, 64, 96):
         x = oracle.inputs(600, 1, (6, 2), torch.float32, head_dim=2 * head_dim)
         q, dout = x.q[..., head_dim:], x.dout[..., :head_dim]
