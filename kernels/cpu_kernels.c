@@ -113,7 +113,8 @@ static void transpose(float *to, const float *from, int64_t rows, int64_t dp, in
     }
 }
 
-/* ROWS rows of C = A B (or C += A B): A(i, l) = a[i * a_row + l * a_inner], B and C row-major. */
+/* ROWS rows of C = A B, or C += A B, where C meets the finished sums:
+ * A(i, l) = a[i * a_row + l * a_inner], B and C row-major. */
 INLINE void block(int vectors, int add, const float *a, int64_t a_row, int64_t a_inner,
                   const float *b, int64_t b_row, float *c, int64_t c_row, int64_t inner)
 {
@@ -122,7 +123,7 @@ INLINE void block(int vectors, int add, const float *a, int64_t a_row, int64_t a
     for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
         for (int x = 0; x < vectors; x++)
-            sum[i][x] = add ? *(const vec *)(c + i * c_row + x * WIDTH) : (vec){0};
+            sum[i][x] = (vec){0};
     for (int64_t l = 0; l < inner; l++) {
         vec right[WIDE];
 #pragma GCC unroll 4
@@ -139,8 +140,12 @@ INLINE void block(int vectors, int add, const float *a, int64_t a_row, int64_t a
 #pragma GCC unroll 8
     for (int i = 0; i < ROWS; i++)
 #pragma GCC unroll 4
-        for (int x = 0; x < vectors; x++)
-            *(vec *)(c + i * c_row + x * WIDTH) = sum[i][x];
+        for (int x = 0; x < vectors; x++) {
+            vec *to = (vec *)(c + i * c_row + x * WIDTH);
+            if (add)
+                sum[i][x] += *to;
+            *to = sum[i][x];
+        }
 }
 
 #define COLUMNS(vectors, add, a_row, a_inner)                                                      \
