@@ -36,6 +36,12 @@ def example_window(
     if mode is not None:
         overrides = (*overrides, f"attention.mode={get_mode(mode).name}")
     config = parse_config(_example_values(sum(lengths), sp), overrides=overrides)
+    token = config.attention.anchor.token
+    if token is not None:
+        raise UserError(
+            f"attention.anchor.token={token!r} beside --documents: an example window has no tokens "
+            "to replace; name a CONFIG with prepared windows"
+        )
     view = configured_view(config)
     anchor = 0 if view.mode.has_anchor else None
     texts = [[0] * length for length in lengths]
@@ -100,11 +106,6 @@ def _check_override(text: str) -> None:
         raise UserError(
             f"override {text!r} beside --documents: an example window takes overrides of "
             f"{' and '.join(EXAMPLE_SECTIONS)}; name a CONFIG instead of --documents for others"
-        )
-    if key == "attention.anchor.token":
-        raise UserError(
-            f"override {text!r} beside --documents: an example window has no tokens to replace; "
-            "name a CONFIG with prepared windows"
         )
 
 

@@ -46,7 +46,8 @@ def _tokenizers(configs: Sequence[Flat]) -> list[Any]:
 
 
 def _tokenizer_digest(config: Flat) -> str | None:
-    prepared = Path(config.get("data.path") or "") / TOKENIZER
+    path = config.get("data.path")
+    prepared = Path(path) / TOKENIZER if path else None
     for folder in (prepared, config.get("data.tokenizer"), config.get("model.path")):
         if folder is not None and (file := Path(folder) / "tokenizer.json").is_file():
             return hashlib.blake2b(file.read_bytes()).hexdigest()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..config.sections import ModelSection
 from ..errors import UserError
@@ -71,8 +71,8 @@ def trained_length(path: str) -> int | None:
 
     :func:`read_config` raises it to the length that it is asked for.
     """
-    config, _ = PreTrainedConfig.get_config_dict(path)
-    length: int | None = config.get("max_position_embeddings")
+    config = AutoConfig.from_pretrained(path).get_text_config()
+    length: int | None = getattr(config, "max_position_embeddings", None)
     return length
 
 

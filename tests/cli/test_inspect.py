@@ -124,6 +124,7 @@ def test_a_long_list_of_documents_is_cut_and_counted():
         (["attention.mode=full"], "override 'attention.mode=full', but no window given"),
         (["--documents", "7", "train.steps=3"], "override 'train.steps=3' beside --documents"),
         (["--documents", "7", "attention.anchor.token=eos"], "no tokens to replace"),
+        (["--documents", "7", "attention.anchor={token: eos}"], "no tokens to replace"),
         (["--documents", "7", "attention.anchor.visibel=false"], "did you mean attention.anchor.v"),
         (
             ["--documents", "7", "--mode", "full", "attention.anchor.visible=false"],

@@ -56,7 +56,7 @@ def test_shift_readings_flip_with_the_numbers() -> None:
     assert "D is 4e+03 times that of fp32, so the dtype does it" in one
     assert "D grows 4 times, the length 16 times" in one
     assert "that share falls to 0.33 of it" in one
-    assert "its probability is large." in one and "logit error is large" not in one
+    assert "its probability is over 3 equal shares." in one and "logit error is large" not in one
     same = {
         64: deviation(0.001, 0.1, error=2.0),
         1024: deviation(0.001, 0.4, mass=0.001, error=2.0),
@@ -64,7 +64,7 @@ def test_shift_readings_flip_with_the_numbers() -> None:
     other = readings(bf16=same, fp32=exact)
     assert "so it is not the dtype" in other and "D stays within a factor" in other
     assert "that share grows 4 times" in other
-    assert "its logit error is large." in other and "its probability is large and" not in other
+    assert "its logit error is large." in other and "over 3 equal shares and" not in other
     assert "less than 3 equal shares" in readings(bf16={64: deviation(1.0, 0.001)})
 
 

@@ -124,7 +124,7 @@ def _first(curves: Sequence[Curve]) -> list[str]:
             cause = f"less than {STANDS_OUT:g} equal shares"
         else:
             large = [
-                *(["its probability is large"] if mass >= due else []),
+                *([f"its probability is over {STANDS_OUT:g} equal shares"] if mass >= due else []),
                 *(["its logit error is large"] if error >= LARGER else []),
             ]
             cause = " and ".join(large) or "neither probability nor logit error stand out"
