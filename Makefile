@@ -33,7 +33,7 @@ lint: venv ## Check style, format and types.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	@$(MAKE) --no-print-directory type
-	$(or $(CC),cc) -std=gnu11 -Wall -Wextra -Wno-psabi -Werror -fsyntax-only kernels/*.c
+	$(CC) -std=gnu11 -Wall -Wextra -Wno-psabi -Werror -fsyntax-only kernels/*.c
 
 style: venv ## Mend what the formatter and the linter can.
 	$(BIN)/ruff check --fix .

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
 import os
 import shlex
@@ -34,14 +33,6 @@ def load(name: str) -> ctypes.CDLL:
     Raises:
         CompilerError: no compiler, or it fails.
     """
-    result = _load_once(name)
-    if isinstance(result, CompilerError):
-        raise result
-    return result
-
-
-@functools.cache
-def _load_once(name: str) -> ctypes.CDLL | CompilerError:
     source = Path(__file__).with_name(f"{name}.c")
     asked = os.environ.get("CC", "cc")
     try:
@@ -58,9 +49,9 @@ def _load_once(name: str) -> ctypes.CDLL | CompilerError:
             with tempfile.TemporaryDirectory(prefix="anchorcontext-") as own:
                 return _open(command, source, Path(own) / f"{name}.so")
     except (OSError, RuntimeError, ValueError) as error:  # no such program, no home, no closing "
-        return CompilerError(f"the C compiler {asked!r} cannot be used ({error}): {_INSTALL}")
-    except CompilerError as error:
-        return error
+        raise CompilerError(
+            f"the C compiler {asked!r} cannot be used ({error}): {_INSTALL}"
+        ) from error
 
 
 def _describe(compiler: list[str]) -> tuple[list[str], bytes]:

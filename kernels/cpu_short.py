@@ -139,7 +139,7 @@ def _compute(
     num_key_heads = matrices["k"].shape[1]
     units = tiles.units(num_key_heads)
     job = ShortJob(
-        **{name: Matrix.of(x, accumulator=name in written) for name, x in matrices.items()},
+        **{key: Matrix.of(x, accumulator=key in written) for key, x in matrices.items()},
         **rows_of(lse),
         tiles=tiles.array.ctypes.data,
         units=units.array.ctypes.data,

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ...words import counted
 from ..measures import FORMS, WEIGHTS
 from ..models import Setting
 from ..sheet import CLEAR, LARGER, STANDS_OUT, Sheet, Table, trend
@@ -187,8 +188,8 @@ def _texts(summary: ShiftSummary, kind: str) -> str:
     """What a panel stands on: ``2 of 50 texts (1 of prose, 1 of code)``."""
     domains, wanted = summary.domains[kind], summary.settings.texts
     counts = ", ".join(f"{count} of {name}" for name, count in Counter(domains).items())
-    missing = f" of {wanted}" if len(domains) < wanted else ""
-    return f"{len(domains)}{missing} text{'s' if wanted > 1 else ''} ({counts})"
+    part = f"{len(domains)} of " if len(domains) < wanted else ""
+    return f"{part}{counted(wanted, 'text')} ({counts})"
 
 
 def _by_axis(
