@@ -16,6 +16,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 
 from .kernels import cpu_library, engine_report, get_engine
+from .words import counted
 
 PACKAGE = "anchorcontext"
 DTYPES = (torch.bfloat16, torch.float32)
@@ -88,6 +89,11 @@ def examine() -> Environment:
         engines=tuple(_engines()),
         warnings=tuple(_warnings()),
     )
+
+
+def cores() -> str:
+    """This machine's cores, in words."""
+    return counted(os.cpu_count() or 1, "core")
 
 
 def measured_on(device: torch.device | None = None) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 
 from .errors import UserError
 from .modes import IGNORE, Mode, copied, get_mode, position_ids
+from .words import counted
 
 BOUNDARIES = ("mask", "train")
 
@@ -196,8 +197,9 @@ class Window:
         return int((self.labels != IGNORE).sum())
 
     def __repr__(self) -> str:
-        documents = len(np.unique(self.segment_docs))
-        return f"Window({self.num_tokens} tokens, {documents} documents, mode={str(self.mode)!r})"
+        tokens = counted(self.num_tokens, "token")
+        documents = counted(len(np.unique(self.segment_docs)), "document")
+        return f"Window({tokens}, {documents}, mode={str(self.mode)!r})"
 
     def _validate(self) -> None:
         length, edges = self.num_tokens, self.cu_seqlens

@@ -26,6 +26,7 @@ from ..data.tokenise import tokenise
 from ..data.tokenizer import train_tokenizer
 from ..errors import UserError
 from ..markdown import markdown_table
+from ..words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -119,8 +120,7 @@ def _contenders(
 
     return {
         BASELINE: lambda place: _map(corpus, tokenizer, place),
-        "prepare, 1 worker": ours(1),
-        f"prepare, {workers} workers": ours(workers),
+        **{f"prepare, {counted(count, 'worker')}": ours(count) for count in (1, workers)},
     }
 
 

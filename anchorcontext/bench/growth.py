@@ -22,6 +22,7 @@ from ..plan.mixes import mix_lengths
 from ..testing import run_distributed
 from ..watch.flops import ATTENTION_BACKWARD_FLOPS, ATTENTION_FORWARD_FLOPS
 from ..window import Window
+from ..words import counted
 
 LENGTHS = (16384, 32768, 65536, 131072)
 SP_SIZES = (1, 2, 4)
@@ -142,8 +143,8 @@ def bench_growth(
                     )
                 )
                 tell(
-                    f"{mode}, {tokens:,} tokens, {sp} ranks: {results[-1].seconds:.2f} s, "
-                    f"{results[-1].peak_bytes / MIB:.0f} MiB a rank"
+                    f"{mode}, {tokens:,} tokens, {counted(sp, 'rank')}: "
+                    f"{results[-1].seconds:.2f} s, {results[-1].peak_bytes / MIB:.0f} MiB a rank"
                 )
     return results
 

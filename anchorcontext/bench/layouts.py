@@ -18,6 +18,7 @@ from ..plan.mixes import mix_lengths
 from ..plan.pieces import make_pieces
 from ..plan.traffic import least_seconds, piece_loads
 from ..window import Window
+from ..words import counted
 
 MIXES = {
     "64K short documents": ("short", 65536),
@@ -127,7 +128,7 @@ def _table(results: list[LayoutResult], link: str, cell: Callable[[LayoutResult]
     keys = dict.fromkeys(key[:3] for key in cells)
     rows = [
         (
-            f"{mix} ({documents} documents)",
+            f"{mix} ({counted(documents, 'document')})",
             sp_size,
             *(cells[mix, documents, sp_size, layout] for layout in LAYOUTS),
         )

@@ -15,6 +15,7 @@ from ..data.interleave import interleave
 from ..data.packing import Packing, pack
 from ..environment import measured_on
 from ..markdown import markdown_table
+from ..words import counted
 
 MEAN_TOKENS = 1000 / 3
 """Three million documents are 1e9 tokens."""
@@ -68,8 +69,9 @@ def packing_markdown(results: tuple[PackingResult, ...], window_tokens: int, com
     ]
     headers = ("", "seconds", "x plain loop", "MiB", "windows", "filled, %", "documents cut, %")
     return (
-        f"`{command}`: {first.documents:,} documents of {first.tokens:,} tokens into windows of "
-        f"{window_tokens:,}, on one core ({measured_on()}).\n\n{markdown_table(headers, rows)}"
+        f"`{command}`: {counted(first.documents, 'document')} of {first.tokens:,} tokens "
+        f"into windows of {window_tokens:,}, on one core ({measured_on()}).\n\n"
+        f"{markdown_table(headers, rows)}"
     )
 
 

@@ -20,6 +20,7 @@ import torch
 
 from ..plan.mixes import mix_lengths
 from ..testing import run_distributed
+from ..words import counted
 from .exact import exact_attention
 from .netns import (
     WIRE,
@@ -178,7 +179,8 @@ def bench_peers(
         tell(f"a rank reaches {rate / 1e9:.1f} GFLOP/s while all {workload.sp} compute")
         exact: Path | None = _write_exact(job, folder)
         for setting in settings:
-            tell(f"{setting.name}: {len(CONTENDERS)} contenders in turn, {job.repeats} times")
+            times = counted(job.repeats, "time")
+            tell(f"{setting.name}: {len(CONTENDERS)} contenders in turn, {times}")
             link = rate / setting.flops_per_byte if setting.flops_per_byte is not None else None
             here = replace(
                 job,

@@ -17,6 +17,7 @@ import numpy as np
 from ..markdown import markdown_table
 from ..plan.mixes import mix_lengths
 from ..window import Window
+from ..words import counted
 from .jobs import Job
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def bench_step(
             )
             pairs.append(pair)
             tell(
-                f"window {len(pairs)} of {repeats}, {len(documents)} documents: "
+                f"window {len(pairs)} of {repeats}, {counted(len(documents), 'document')}: "
                 f"{pair.split['total']:.2f} s on {sp} ranks, {pair.alone['total']:.2f} s alone"
             )
     return StepReport(
@@ -217,7 +218,8 @@ def step_markdown(report: StepReport, setting: str, command: str) -> str:
             f"and optimiser; {report.sp} ranks of one thread and one process of {report.sp} "
             "threads in turn on the same windows.",
             f"Time on {report.sp} ranks over one process: **{report.ratio:.3f}**, the median of "
-            f"{len(report.pairs)} windows ({ratios}); target: at most {report.target:.2f}.",
+            f"{counted(len(report.pairs), 'window')} ({ratios}); target: at most "
+            f"{report.target:.2f}.",
             markdown_table(part_headers(report), part_rows(report)),
             "Parts are those of the slowest rank, over the whole step in one process.",
         ]

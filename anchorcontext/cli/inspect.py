@@ -172,8 +172,8 @@ def _show(inspection: Inspection, show_all: bool) -> None:
     if plan.sp_size > 1:
         share = inspection.rows_moved / inspection.rows_unpruned
         echo(
-            f"a forward of one layer moves {inspection.rows_moved:,} key rows, {share:.2%} of the "
-            f"{inspection.rows_unpruned:,} of an unpruned ring"
+            f"a forward of one layer moves {counted(inspection.rows_moved, 'key row')}, "
+            f"{share:.2%} of the {inspection.rows_unpruned:,} of an unpruned ring"
         )
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import UserError
+from ..words import counted
 from .packers import PACKERS
 from .segments import Documents, Dropped, Segments, distinct
 
@@ -114,7 +115,8 @@ def pack(
 def _check_room(documents: Documents, window_tokens: int, anchor: bool) -> None:
     front = int(np.maximum(documents.first, documents.again).max(initial=0))
     if window_tokens - anchor - front < 1:
-        parts = ["the anchor"] * anchor + [f"{front} tokens in front of a document"] * (front > 0)
+        in_front = f"{counted(front, 'token')} in front of a document"
+        parts = ["the anchor"] * anchor + [in_front] * (front > 0)
         raise UserError(
             f"data.window_tokens = {window_tokens}: a window holds at least "
             f"{' and '.join([*parts, 'one token'])}"

@@ -18,6 +18,7 @@ from ..train.costs import cost_model, passes_of, plan_options
 from ..watch.flops import attention_flops, linear_flops
 from ..watch.sizes import ModelSizes
 from ..window import Window
+from ..words import counted
 from .memory import (
     MemoryEstimate,
     StateMemory,
@@ -190,8 +191,8 @@ def fit_world(config: Config, sizes: ModelSizes, world_size: int) -> tuple[Confi
             "attention": config.attention.model_copy(update={"ulysses": _ulysses(config, sp)}),
         }
     )
-    windows = config.train.windows_per_step
-    return changed, f"parallel.sp = {sp} instead of {asked}: {windows} windows a step must divide"
+    step = f"{counted(config.train.windows_per_step, 'window')} a step"
+    return changed, f"parallel.sp = {sp} instead of {asked}: {step} must divide"
 
 
 def _world(

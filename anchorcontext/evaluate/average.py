@@ -23,6 +23,7 @@ from ..model.load import DTYPES
 from ..train.checkpoint_files import CONFIG
 from ..train.consolidate import consolidated_weights
 from ..train.export import exported_config
+from ..words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -113,8 +114,9 @@ class _Sums:
         missing = sorted(self.places.keys() - seen)
         if missing:
             raise UserError(
-                f"{target.name} lacks {missing[0]} of {self._first.name} ({len(missing)} tensors "
-                "in all): snapshots of one model have the same tensors; leave it out"
+                f"{target.name} lacks {missing[0]} of {self._first.name} "
+                f"({counted(len(missing), 'tensor')} in all): snapshots of one model have the "
+                "same tensors; leave it out"
             )
 
     def read(self, name: str) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ..config.yaml_io import inline_yaml
 from ..errors import UserError
 from ..markdown import markdown_table
 from ..watch.history import RunHistory, position_points, read_run
+from ..words import counted
 from .comparable import loss_warnings
 from .scores import read_results
 
@@ -117,7 +118,7 @@ def comparison_markdown(found: Comparison) -> str:
     different = found.difference_cells()
     parts = ["The configs are equal."]
     if different:
-        parts = [f"{len(different)} config keys differ:"]
+        parts = [f"The configs differ in {counted(len(different), 'key')}:"]
         parts.append(markdown_table(["key", *names], different))
     notes = [f"Note: {warning}." for warning in found.warnings]
     return "\n\n".join([*parts, markdown_table(["", *names], found.cells()), *notes]) + "\n"

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from ..errors import UserError
+from ..words import counted
 from .quiet import quiet_progress
 
 log = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ def _matching(
         raise UserError(
             f"the checkpoint does not fit a {config.model_type} model of this config: missing "
             f"{missing[:5] or 'none'}, left over {extra[:5] or 'none'} "
-            f"({len(missing)} and {len(extra)} tensors)"
+            f"({len(missing)} and {counted(len(extra), 'tensor')})"
         )
     for name, shape in expected.items():
         if state[name].shape != shape:

@@ -25,6 +25,7 @@ from ..config.sections import SourceSection
 from ..data.sources import Document, ProblemLog, Source, open_source, read_documents
 from ..data.tokenizer import load_tokenizer, resolve_anchor, tokenizer_digest
 from ..errors import UserError
+from ..words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,9 +151,11 @@ def _too_few(
     for name, documents in domains.items():
         tokens = sum(len(_encode(tokenizer, document)) for document in documents)
         made = sum(text.domain == name for text in texts)
-        parts.append(f"{name} has {len(documents):,} documents of {tokens:,} tokens: {made} texts")
+        has = f"{name} has {counted(len(documents), 'document')} of {counted(tokens, 'token')}"
+        parts.append(f"{has}: {counted(made, 'text')}")
     where = "the standard library" if source is None else str(Path(source))
     return (
-        f"{count} texts of {length:,} tokens: {where} gives {len(texts)} ({'; '.join(parts)}); ask "
-        "for fewer (--texts) or shorter ones (--tokens, --lengths), or give more with --source"
+        f"{counted(count, 'text')} of {length:,} tokens: {where} gives {len(texts)} "
+        f"({'; '.join(parts)}); ask for fewer (--texts) or shorter ones (--tokens, "
+        "--lengths), or give more with --source"
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.yaml_io import to_yaml
+from ..words import counted
 from .console import duration
 from .history import PARTS, PROBLEMS, RunHistory, local_time, read_run, seconds_of
 from .page import figures, page, table, tiles, write_page
@@ -132,7 +133,7 @@ def _events(run: RunHistory) -> list[str]:
         for event in listed
     ]
     left_out = len(run.events) - len(listed)
-    note = [f'<p class="soft">{left_out:,} older ones are left out.</p>'] if left_out else []
+    note = [f'<p class="soft">Left out: {counted(left_out, "older one")}.</p>'] if left_out else []
     return [*note, table(rows, ("time", "event", "step", "what"), wrong)]
 
 

@@ -189,7 +189,7 @@ def test_only_the_newest_events_are_listed(tmp_path, no_figures, monkeypatch):
     monkeypatch.setattr(run_report, "MOST_EVENTS", 2)
     saves = [{"event": "checkpoint", "step": step, "path": f"p{step}"} for step in (1, 2, 3)]
     text = run_page(read_run(write(tmp_path, START, *saves)))
-    assert "2 older ones are left out" in text and "path p3" in text and "path p1" not in text
+    assert "Left out: 2 older ones." in text and "path p3" in text and "path p1" not in text
 
 
 def test_parts_of_a_step_are_those_recorded_and_the_rest():

@@ -8,6 +8,7 @@ import click
 
 from anchorcontext.cli.bench.options import markdown_option, parse_heads
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -90,9 +91,9 @@ def modes(
         seed=seed,
     )
     setting = (
-        f"{window:,} tokens, {results[0].documents} documents of the mix {mix}, {num_heads} query "
-        f"and {num_kv_heads} key/value heads of {head_dim}, {dtype}, {threads} thread(s), "
-        f"{measured_on(device)}."
+        f"{window:,} tokens, {counted(results[0].documents, 'document')} of the mix {mix}, "
+        f"{num_heads} query and {num_kv_heads} key/value heads of {head_dim}, {dtype}, "
+        f"{counted(threads, 'thread')}, {measured_on(device)}."
     )
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():
@@ -156,14 +157,12 @@ def peers(
     markdown: Path | None,
 ) -> Outcome:
     """Compare distributed attention with ring-flash-attn's, DeepSpeed's and PyTorch's."""
-    import os
-
     import torch
 
     from anchorcontext.bench import peers_table as table
     from anchorcontext.bench.peer_functions import FUNCTIONS
     from anchorcontext.bench.peers import SETTINGS, Workload, bench_peers
-    from anchorcontext.environment import measured_on
+    from anchorcontext.environment import cores, measured_on
     from anchorcontext.markdown import write_section
 
     num_heads, num_kv_heads = parse_heads(heads)
@@ -181,10 +180,11 @@ def peers(
     )
     report = bench_peers(workload, [SETTINGS[name] for name in names or SETTINGS], echo)
     setting = (
-        f"{window:,} tokens, {report.documents} documents of the mix {mix} (the anchor included), "
-        f"{num_heads} query and {num_kv_heads} key/value heads of {head_dim}, {dtype}, {sp} ranks "
-        f"of one thread on {os.cpu_count()} cores, {measured_on()}. "
-        f"Forward and backward of one layer's attention, {repeats} repeats in turn in one run."
+        f"{window:,} tokens, {counted(report.documents, 'document')} of the mix {mix} "
+        f"(the anchor included), {num_heads} query and {num_kv_heads} key/value heads of "
+        f"{head_dim}, {dtype}, {sp} ranks of one thread on {cores()}, {measured_on()}. "
+        f"Forward and backward of one layer's attention, {counted(repeats, 'repeat')} in turn in "
+        "one run."
     )
     for line in (setting, *table.setting_lines(report)):
         echo(line)

@@ -11,6 +11,7 @@ import click
 from anchorcontext.cli.bench.options import parse_heads
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.errors import UserError, writing
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -79,7 +80,7 @@ def calibrate(
         settings = settings.of_length(tokens)
     found = measure(profile, settings, device, path.stem)
     process.close()
-    where = f"{measured_on(device)}, {threads} thread(s) a rank, {settings.dtype}"
+    where = f"{measured_on(device)}, {counted(threads, 'thread')} a rank, {settings.dtype}"
     echo_table(table_rows(found), HEADERS, title=where)
     for key in found.kept:
         echo(f"{key} = {getattr(found.hardware, key):.4g}: {found.remarks[key]}")

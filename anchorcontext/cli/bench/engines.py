@@ -10,6 +10,7 @@ import click
 from anchorcontext.cli.bench.options import markdown_option, parse_heads
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
 from anchorcontext.errors import UserError
+from anchorcontext.words import counted
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ def kernels(
     )
     setting = (
         f"{heads} query/key heads of {head_dim}, {dtype}, "
-        f"{threads} thread(s), {measured_on(device)}."
+        f"{counted(threads, 'thread')}, {measured_on(device)}."
     )
     echo_table(table_rows(results), HEADERS, title=setting)
     if markdown is not None and is_main_rank():

@@ -8,6 +8,7 @@ import click
 
 from anchorcontext.cli.bench.options import markdown_option
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -48,7 +49,7 @@ def packing(documents: int, window: int, seed: int, markdown: Path | None) -> Ou
             for result in results
         ],
         ("", "seconds", "MiB", "windows", "filled", "documents cut"),
-        title=f"{documents:,} documents, {results[0].tokens:,} tokens",
+        title=f"{counted(documents, 'document')}, {results[0].tokens:,} tokens",
     )
     if markdown is not None and is_main_rank():
         options = f"--documents {documents} --window {window} --seed {seed}"

@@ -17,6 +17,7 @@ from anchorcontext.cli.common import (
 )
 from anchorcontext.config import Config
 from anchorcontext.errors import UserError
+from anchorcontext.words import counted
 
 
 @config_command
@@ -40,10 +41,10 @@ def step(config: Config, mix: str, repeats: int, seed: int, markdown: Path | Non
         raise UserError("parallel.sp = 1: give the ranks to compare, as in parallel.sp=2")
     machine = _machine()
     report = bench_step(config, mix, repeats, seed, echo)
-    documents = f"{min(report.documents)} to {max(report.documents)} documents of the mix {mix}"
+    documents = f"{min(report.documents)} to {counted(max(report.documents), 'document')}"
     setting = (
-        f"{config.run.name}: {report.window_tokens:,} tokens, {documents}, mode {report.mode}, "
-        f"{config.model.dtype}, {machine}."
+        f"{config.run.name}: {report.window_tokens:,} tokens, {documents} of the mix {mix}, "
+        f"mode {report.mode}, {config.model.dtype}, {machine}."
     )
     echo_table(part_rows(report), part_headers(report), title=setting)
     echo(f"{report.sp} ranks over one process: {report.ratio:.3f}, target {report.target:.2f}")
@@ -171,10 +172,10 @@ def _machine() -> str:
     """What runs it, when, and how busy it was before."""
     import os
 
-    from anchorcontext.environment import measured_on
+    from anchorcontext.environment import cores, measured_on
 
     load = os.getloadavg()[0]
-    return f"{os.cpu_count()} cores with a load of {load:.1f} before the run, {measured_on()}"
+    return f"{cores()} with a load of {load:.1f} before the run, {measured_on()}"
 
 
 def _numbers(option: str, text: str) -> list[int]:

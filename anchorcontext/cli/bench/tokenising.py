@@ -8,6 +8,7 @@ import click
 
 from anchorcontext.cli.bench.options import markdown_option
 from anchorcontext.cli.common import Outcome, echo, echo_table, is_main_rank, plain_command
+from anchorcontext.words import counted
 
 
 @plain_command
@@ -29,12 +30,10 @@ def data(
     megabytes: int, workers: int | None, repeats: int, tokenizer: str | None, markdown: Path | None
 ) -> Outcome:
     """Tokenise the same texts with prepare and with a plain script over datasets.map."""
-    import os
-
     from anchorcontext.bench.data import HEADERS, bench_data, data_markdown, table_rows
     from anchorcontext.data import load_tokenizer
     from anchorcontext.data.tokenise import usable_cores
-    from anchorcontext.environment import measured_on
+    from anchorcontext.environment import cores, measured_on
     from anchorcontext.markdown import write_section
 
     count = workers or usable_cores()
@@ -46,7 +45,7 @@ def data(
     setting = (
         f"{megabytes} MB of JSON lines (this Python's standard library, repeated) to token ids on "
         f"disk with {name}: {results[0].tokens:,} tokens. The tokenizer's own threads are off. "
-        f"{repeats} repeats in turn, the fastest counts; {os.cpu_count()} cores, "
+        f"{counted(repeats, 'repeat')} in turn, the fastest counts; {cores()}, "
         f"{measured_on()}."
     )
     echo_table(table_rows(results), HEADERS, title=setting)

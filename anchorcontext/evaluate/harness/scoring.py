@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ...errors import UserError
+from ...words import counted
 
 
 def string_match_all(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> float:
@@ -53,8 +54,9 @@ def _check_lists(predictions: Sequence[str], references: Sequence[Sequence[str]]
             raise UserError(f"{name} = {value!r}: a list, one entry a sample; put it in brackets")
     if len(predictions) != len(references) or not predictions:
         raise UserError(
-            f"{len(predictions)} predictions and {len(references)} references: one or more, and as "
-            "many of the one as of the other"
+            f"{counted(len(predictions), 'prediction')} and "
+            f"{counted(len(references), 'reference')}: one or more, and as many of the "
+            "one as of the other"
         )
     for wanted in references:
         if isinstance(wanted, str) or not wanted:

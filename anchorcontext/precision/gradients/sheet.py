@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...words import counted
 from ..sheet import LARGER, Sheet, Table
 from .compare import GROUPS, HEADS, Apart, layer_of, total
 from .measure import GradientArm, GradientResult, GradientSettings
@@ -193,10 +194,10 @@ def _whole(settings: GradientSettings, results: Sequence[GradientResult]) -> Tab
             )
     count = max((len(r.losses) for r in results), default=0)
     return Table(
-        f"Gradient of the mean loss of a text of {settings.tokens:,} tokens, {count} texts: "
-        "cosine, |a - r| / |r| and |a| / |r| over all parameters; the distance of dq and dk, "
-        "before RoPE, over all layers. fp32: the reference, fp32 with weights rounded to bf16 at "
-        "shift 0; unshifted: the same arm at shift 0.",
+        f"Gradient of the mean loss of a text of {settings.tokens:,} tokens, "
+        f"{counted(count, 'text')}: cosine, |a - r| / |r| and |a| / |r| over all parameters; "
+        "the distance of dq and dk, before RoPE, over all layers. fp32: the reference, fp32 with "
+        "weights rounded to bf16 at shift 0; unshifted: the same arm at shift 0.",
         ["arm", "against", "loss", "cosine", "distance", "norm ratio", "dq", "dk"],
         rows,
     )
