@@ -128,8 +128,8 @@ def bench_memory(
 
 def predicted_peak(config: Config, *, on_cpu: bool) -> int:
     """What ``anchorcontext plan`` says of one rank alone, bytes."""
-    from ..estimate import configured_sizes
     from ..estimate.memory import activation_memory, estimate_memory, state_memory
+    from ..estimate.shape import configured_sizes
 
     sizes = configured_sizes(config)
     work = activation_memory(

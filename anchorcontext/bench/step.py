@@ -124,7 +124,7 @@ class Stepper:
     """One rank of a training run on windows that it makes itself."""
 
     def __init__(self, config: Config, sp: int) -> None:
-        from ..estimate import configured_sizes
+        from ..estimate.shape import configured_sizes
         from ..model import TrainModel, build_model
         from ..parallel import build_mesh
         from ..train.costs import cost_model

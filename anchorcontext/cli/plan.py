@@ -12,12 +12,12 @@ from anchorcontext.errors import UserError
 from anchorcontext.words import counted
 
 if TYPE_CHECKING:
-    from anchorcontext.estimate import ModeEstimate, PlanEstimate, WorldEstimate
+    from anchorcontext.estimate.report import ModeEstimate, PlanEstimate, WorldEstimate
 
 GIB = 2**30
 GB = 1e9
 MIXES = ("slimpajama", "upsampled", "stdlib", "prepared")
-"""Those of ``anchorcontext.estimate``, whose import takes torch's."""
+"""Those of ``estimate.windows``, whose import takes torch's."""
 
 
 @config_command
@@ -43,12 +43,17 @@ def command(config: Config, worlds: str | None, mix: str | None, device: str | N
     will execute; times come from the hardware profile and are a model. docs/planning.md says what
     each term is.
     """
+    from anchorcontext.estimate.worlds import dividing_sp
     from anchorcontext.hardware import load_hardware
 
     world_sizes = _world_sizes(worlds) if worlds is not None else [config.parallel.sp]
+    for world_size in world_sizes:
+        dividing_sp(config, world_size)  # refuses before the model is read
     hardware = load_hardware(device or config.parallel.hardware)
 
-    from anchorcontext.estimate import configured_sizes, default_mix, estimate_plan
+    from anchorcontext.estimate.report import estimate_plan
+    from anchorcontext.estimate.shape import configured_sizes
+    from anchorcontext.estimate.windows import default_mix
 
     estimate = estimate_plan(
         config, configured_sizes(config), hardware, world_sizes, mix or default_mix(config)
@@ -78,7 +83,7 @@ def _show(estimate: PlanEstimate) -> None:
     )
     for world in estimate.worlds:
         _show_world(world, hardware.memory_bytes)
-    from anchorcontext.estimate import KINDS
+    from anchorcontext.estimate.report import KINDS
 
     echo_table(list(KINDS.items()), title="What these figures are")
 

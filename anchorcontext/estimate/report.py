@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..data import View, configured_view
-from ..errors import UserError
 from ..hardware import Hardware
 from ..modes import get_mode
 from ..plan import BatchPlan, check_heads, plan_batch
+from ..plan.heads import heads_divide
 from ..train.costs import cost_model, passes_of, plan_options
 from ..watch.flops import attention_flops, linear_flops
 from ..watch.sizes import ModelSizes
@@ -34,12 +34,12 @@ from .time import (
     state_traffic,
 )
 from .windows import sample_windows
+from .worlds import dividing_sp, no_sp, ulysses_on
 
 if TYPE_CHECKING:
     from ..config import Config
 
 MODES = ("full", "intra_doc", "anchor")
-MOST_RANKS = 1024
 SAMPLES = 4
 """Micro-batches drawn from the mix."""
 
@@ -172,23 +172,25 @@ def fit_world(config: Config, sizes: ModelSizes, world_size: int) -> tuple[Confi
     Raises:
         UserError: there is none, or the world is larger than 1024.
     """
-    if not 1 <= world_size <= MOST_RANKS:
-        raise UserError(f"--world {world_size}: plans are made for 1 to {MOST_RANKS} ranks")
-    asked = config.parallel.sp
-    fitting = [sp for sp in range(1, world_size + 1) if _fits(config, sizes, world_size, sp)]
-    if not fitting:
-        raise UserError(
-            f"--world {world_size}: no parallel.sp fits train.windows_per_step = "
-            f"{config.train.windows_per_step}, attention.exchange = {config.attention.exchange} "
-            "and the model's heads; change one of them"
+    asked, attention = config.parallel.sp, config.attention
+    fitting = [
+        sp
+        for sp in dividing_sp(config, world_size)
+        if heads_divide(
+            sizes.num_heads,
+            sizes.num_kv_heads,
+            sp if attention.exchange == "ulysses" else ulysses_on(config, sp),
         )
+    ]
+    if not fitting:
+        raise no_sp(config, world_size, " and the model's heads")
     sp = min(fitting, key=lambda value: (abs(math.log(value / asked)), value))
     if sp == asked:
         return config, None
     changed = config.model_copy(
         update={
             "parallel": config.parallel.model_copy(update={"sp": sp}),
-            "attention": config.attention.model_copy(update={"ulysses": _ulysses(config, sp)}),
+            "attention": attention.model_copy(update={"ulysses": ulysses_on(config, sp)}),
         }
     )
     step = f"{counted(config.train.windows_per_step, 'window')} a step"
@@ -362,25 +364,3 @@ def _recomputed(config: Config, sizes: ModelSizes, linear: float, attended: floa
 
 def _mean(values: Sequence[Any], accumulation: int) -> float:
     return float(np.mean(values)) * accumulation
-
-
-def _fits(config: Config, sizes: ModelSizes, world_size: int, sp: int) -> bool:
-    train, attention = config.train, config.attention
-    if world_size % sp or train.windows_per_step % (world_size // sp * train.micro_batch_windows):
-        return False
-    if sp == 1 and attention.backend != "native":
-        return False
-    ulysses = _ulysses(config, sp)
-    if sp % ulysses or (attention.exchange == "hybrid" and not 1 < ulysses < sp):
-        return False
-    try:
-        swapped = sp if attention.exchange == "ulysses" else ulysses
-        check_heads(sizes.num_heads, sizes.num_kv_heads, swapped)
-    except UserError:
-        return False
-    return True
-
-
-def _ulysses(config: Config, sp: int) -> int:
-    """attention.ulysses of the config on sp ranks: with ``ulysses`` all of them swap heads."""
-    return 1 if config.attention.exchange == "ulysses" else config.attention.ulysses

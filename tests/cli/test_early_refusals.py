@@ -8,12 +8,18 @@ from pathlib import Path
 import pytest
 
 from anchorcontext.cli.plan import MIXES
-from anchorcontext.estimate import MIXES as KNOWN_MIXES
+from anchorcontext.estimate.windows import MIXES as KNOWN_MIXES
 
 DEMO = str(Path(__file__).parents[2] / "configs" / "demo.yaml")
+HYBRID = ("attention.exchange=hybrid", "attention.ulysses=2")
 REFUSED = {
     "plan, mix": (["plan", DEMO, "--mix", "books"], "'books' is not one of"),
     "plan, world": (["plan", DEMO, "--world", "8x"], "--world '8x'"),
+    "plan, large world": (["plan", DEMO, "--world", "5000"], "1 to 1024 ranks"),
+    "plan, no sp": (
+        ["plan", DEMO, "--world", "7", "parallel.sp=4", *HYBRID],
+        "no parallel.sp fits",
+    ),
     "plan, hardware": (["plan", DEMO, "--hardware", "h1000"], "h1000"),
     "inspect": (["inspect", DEMO, "data.path=gone"], "'gone' is not a prepared folder"),
     "inspect, mode": (["inspect", "--documents", "7", "--mode", "ancho"], "did you mean 'anchor'?"),

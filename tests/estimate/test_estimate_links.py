@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from anchorcontext import Window
-from anchorcontext.estimate import model_sizes
 from anchorcontext.estimate.links import across_nodes, layer_bytes, row_traffic
 from anchorcontext.plan import BatchPlan, RingFlashAttnPlan
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_config
+from anchorcontext.watch.sizes import model_sizes
 
 EXCHANGES = [("ring", 1), ("gather", 1), ("ulysses", 1), ("hybrid", 2), ("gather", 2)]
 

@@ -12,16 +12,17 @@ from anchorcontext import Window, enable, make_plan, shard
 from anchorcontext.config import load_config
 from anchorcontext.config.load import parse_config
 from anchorcontext.config.sections import PrecisionSection
-from anchorcontext.estimate import ModelSizes, configured_sizes, model_sizes
 from anchorcontext.estimate.memory import (
     activation_memory,
     estimate_memory,
     layer_activation_bytes,
     state_memory,
 )
+from anchorcontext.estimate.shape import configured_sizes
 from anchorcontext.model.precision import set_precision
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.models import tiny_config, tiny_model
+from anchorcontext.watch.sizes import ModelSizes, model_sizes
 
 SIZES = ModelSizes(
     model_type="llama",

@@ -16,15 +16,10 @@ from anchorcontext.cli import group
 from anchorcontext.config import load_config
 from anchorcontext.data import WindowRecord, build_folder
 from anchorcontext.errors import UserError
-from anchorcontext.estimate import (
-    configured_sizes,
-    default_mix,
-    estimate_plan,
-    fit_world,
-    load_hardware,
-    profile_names,
-    sample_windows,
-)
+from anchorcontext.estimate.report import estimate_plan, fit_world
+from anchorcontext.estimate.shape import configured_sizes
+from anchorcontext.estimate.windows import default_mix, sample_windows
+from anchorcontext.hardware import load_hardware, profile_names
 from anchorcontext.watch.flops import document_pairs
 
 ROOT = Path(__file__).parents[2]
