@@ -85,21 +85,21 @@ def command(
         given = f"override {overrides[0]!r}, but no window" if overrides else "no window"
         raise UserError(f"{given} given; name a config, or lengths as in --documents 7,13,5")
 
+    from anchorcontext.train.costs import plan_options
     from anchorcontext.watch.draw import draw_window
     from anchorcontext.watch.inspection import attention_precision, inspect_window
 
     sp = config.parallel.sp if sp is None else sp
     model, cost = (None, None) if documents is not None else _model(config, sp)
+    attention = config.attention
+    chosen = {"layout": layout or attention.layout, "exchange": exchange or attention.exchange}
     inspection = inspect_window(
         window,
         sp=sp,
-        layout=layout or config.attention.layout,
-        exchange=exchange or config.attention.exchange,
         names=names,
         model=model,
-        cost=cost,
-        backend=config.attention.backend,
         precision=attention_precision(config) if known else None,
+        **plan_options(attention.model_copy(update=chosen), cost),
     )
     _show(inspection, show_all)
     if png is not None and is_main_rank():

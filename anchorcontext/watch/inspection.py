@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..modes import IGNORE, MODES
-from ..plan import BatchPlan, CostModel, plan_batch
+from ..plan import BatchPlan, CostModel, check_heads, plan_batch
 from ..window import Window
 from .flops import visible_pairs
 
@@ -171,6 +171,8 @@ def inspect_window(
     sp: int = 1,
     layout: str = "auto",
     exchange: str = "auto",
+    ulysses: int = 1,
+    exact: bool = False,
     names: Callable[[int], str] | None = None,
     model: ModelTraffic | None = None,
     cost: CostModel | None = None,
@@ -180,6 +182,7 @@ def inspect_window(
     """Look at one window as ``sp`` ranks would share it.
 
     Args:
+        layout, exchange, ulysses, exact: as in :class:`~anchorcontext.plan.BatchPlan`.
         names: what to call run i of the window.
         model: the model whose bytes are counted; without it only rows are.
         cost: of one of its layers, as training plans with it.
@@ -187,9 +190,21 @@ def inspect_window(
         precision: the dtype of every part of attention (:func:`attention_precision`).
 
     Raises:
-        UserError: an unknown layout or exchange; what the backend cannot express.
+        UserError: an unknown layout or exchange; what the backend cannot express; heads of the
+            model that the exchange cannot share.
     """
-    plan = plan_batch([window], sp, backend=backend, layout=layout, exchange=exchange, cost=cost)
+    plan = plan_batch(
+        [window],
+        sp,
+        backend=backend,
+        layout=layout,
+        exchange=exchange,
+        ulysses=ulysses,
+        cost=cost,
+        exact=exact,
+    )
+    if model is not None:
+        check_heads(model.num_heads, model.num_kv_heads, plan.ulysses)
     mean = sum(_pairs(plan, rank) for rank in range(sp)) / sp
     traffic = _traffic(plan)
     return Inspection(
@@ -206,10 +221,11 @@ def inspect_window(
 def attention_precision(config: Config) -> dict[str, str]:
     """The dtype of every part of the configured model's attention, by its key in
     ``attention.precision``."""
-    given = config.attention.precision.model_dump()
-    return {
-        part: config.model.dtype if dtype == "model" else dtype for part, dtype in given.items()
-    }
+    precision, own = config.attention.precision, config.model.dtype
+    given = {part: own if d == "model" else d for part, d in precision.model_dump().items()}
+    if precision.engine_rotates:
+        given |= dict.fromkeys(("rotation", "qk"), "fp32 in the engine")
+    return given
 
 
 def _documents(window: Window, names: Callable[[int], str] | None) -> tuple[DocumentRow, ...]:

@@ -68,6 +68,32 @@ def test_overrides_and_options_change_the_view(config_path, tmp_path):
     assert report["visible_pairs"] == 12 * 13 // 2
 
 
+def test_the_plan_is_drawn_with_the_configs_teams_of_ulysses(config_path, tmp_path):
+    def found(*arguments):
+        result = inspect(config_path, *arguments, "--json", tmp_path / "w.json")
+        assert result.exit_code == 0, result.output
+        return json.loads((tmp_path / "w.json").read_text())
+
+    hybrid = found("attention.exchange=hybrid", "attention.ulysses=2", "parallel.sp=4")
+    assert hybrid["exchange"] == "ulysses 2 + ring"
+    # Two teams of 6 tokens: the members of a team share its work, a head each.
+    assert [row["tokens"] for row in hybrid["ranks"]] == [3, 3, 3, 3]
+    pairs = [row["pairs"] for row in hybrid["ranks"]]
+    assert pairs[0] == pairs[1] and pairs[2] == pairs[3] and sum(pairs) == hybrid["visible_pairs"]
+    example = ("--documents", "7,13,5", "--sp", 4, "attention.ulysses=2")
+    assert "exchange ulysses 2 + " in inspect(*example).output
+
+
+def test_an_exact_plan_has_no_ring(config_path):
+    result = inspect(config_path, "attention.exact=true", "--exchange", "ring")
+    assert result.exit_code == 2 and "exchange 'ring' with exact" in result.output
+
+
+def test_heads_that_the_ranks_cannot_share_are_refused(config_path):
+    result = inspect(config_path, "--sp", 3, "--exchange", "ulysses")
+    assert result.exit_code == 2 and "ulysses = 3 with 4 query and 2 key/value" in result.output
+
+
 def test_a_window_that_is_not_there(config_path):
     result = inspect(config_path, "--window", 2)
     assert result.exit_code == 2
