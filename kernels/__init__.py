@@ -19,12 +19,15 @@ from anchorcontext.errors import UserError
 from .anchored import AnchorKeys, backward_with_anchors_, forward_with_anchors_
 from .interface import TILE_COLUMNS, Engine, SoftmaxState, Tiles, accumulator_dtype
 from .merge import anchor_backward_, anchor_forward_, lse_for_backward, merge_, merge_rows_
+from .rotating import RotatingEngine
+from .rotation import Rotation, rotate
 
 __all__ = [
     "ENGINES",
     "TILE_COLUMNS",
     "AnchorKeys",
     "Engine",
+    "Rotation",
     "SoftmaxState",
     "Tiles",
     "accumulator_dtype",
@@ -37,6 +40,7 @@ __all__ = [
     "lse_for_backward",
     "merge_",
     "merge_rows_",
+    "rotate",
 ]
 
 logger = logging.getLogger("anchorcontext")
@@ -57,6 +61,7 @@ ENGINES: dict[str, str] = {
 
 class _EngineClass(Protocol):
     exact: bool
+    takes_rotation: bool
 
     def __call__(self) -> Engine: ...
 
@@ -64,7 +69,12 @@ class _EngineClass(Protocol):
 
 
 def get_engine(
-    name: str = "auto", *, device: torch.device, dtype: torch.dtype, exact: bool = False
+    name: str = "auto",
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: bool = False,
+    rotates: bool = False,
 ) -> Engine:
     """The engine that computes attention on ``device`` for queries and keys of ``dtype``.
 
@@ -74,19 +84,22 @@ def get_engine(
         device: where q, k and v live.
         dtype: dtype of q, k and v.
         exact: whether it must serve exact tile lists (`Tiles`).
+        rotates: whether queries and keys come unrotated, with a `Rotation`. ``auto`` then prefers
+            an engine that rotates in its kernel; any other that serves fp32 is given rotated
+            copies (`RotatingEngine`).
 
     Raises:
         UserError: the name is unknown, or the engine cannot serve the device or dtype.
     """
     device = torch.device(device)
     if name == "auto":
-        return _engine_class(_choose(device, dtype, exact))()
-    if name not in ENGINES:
+        name = _choose(device, dtype, exact, rotates)
+    elif name not in ENGINES:
         close = difflib.get_close_matches(name, ["auto", *ENGINES], n=1)
         hint = f"did you mean {close[0]!r}?" if close else "use 'auto' to let the device decide."
         known = ", ".join(["auto", *ENGINES])
         raise UserError(f"unknown attention engine {name!r}: it must be one of {known}; {hint}")
-    report = engine_report(device, dtype, exact)
+    report = engine_report(device, dtype, exact, rotates)
     if report[name] is not None:
         able = [other for other, why in report.items() if why is None]
         fix = f"use 'auto' or {', '.join(able)}" if able else _no_engine_fix(exact)
@@ -94,22 +107,29 @@ def get_engine(
             f"attention engine {name!r} cannot serve {dtype} on {device.type}: {report[name]}; "
             f"{fix}."
         )
-    return _engine_class(name)()
+    engine = _engine_class(name)()
+    return RotatingEngine(engine) if rotates and not engine.takes_rotation else engine
 
 
 def engine_report(
-    device: torch.device, dtype: torch.dtype, exact: bool = False
+    device: torch.device, dtype: torch.dtype, exact: bool = False, rotates: bool = False
 ) -> dict[str, str | None]:
     """For every engine: why it cannot serve ``device`` and ``dtype``, or None when it can."""
-    return {name: _why_not(_engine_class(name), device, dtype, exact) for name in ENGINES}
+    return {name: _why_not(_engine_class(name), device, dtype, exact, rotates) for name in ENGINES}
 
 
 def _why_not(
-    engine: _EngineClass, device: torch.device, dtype: torch.dtype, exact: bool
+    engine: _EngineClass, device: torch.device, dtype: torch.dtype, exact: bool, rotates: bool
 ) -> str | None:
     if exact and not engine.exact:
         return "it has no exact setting"
-    return engine.why_not(device, dtype)
+    reason = engine.why_not(device, dtype)
+    if reason is None and rotates and not engine.takes_rotation:
+        turned = accumulator_dtype(dtype)
+        reason = engine.why_not(device, turned)
+        if reason is not None:
+            reason = f"queries and keys are rotated to {turned}, and {reason}"
+    return reason
 
 
 def _no_engine_fix(exact: bool) -> str:
@@ -117,9 +137,13 @@ def _no_engine_fix(exact: bool) -> str:
 
 
 @functools.cache
-def _choose(device: torch.device, dtype: torch.dtype, exact: bool) -> str:
+def _choose(device: torch.device, dtype: torch.dtype, exact: bool, rotates: bool) -> str:
     passed_over: list[str] = []
-    for name, reason in engine_report(device, dtype, exact).items():
+    report = engine_report(device, dtype, exact, rotates)
+    # Where queries and keys come unrotated, an engine that rotates by itself spares three copies.
+    preferred = sorted(ENGINES, key=lambda name: rotates and not _engine_class(name).takes_rotation)
+    for name in preferred:
+        reason = report[name]
         devices = getattr(_engine_class(name), "auto_devices", (device.type,))
         if reason is None and device.type not in devices:
             reason = f"on {device.type} tensors it is chosen by name only"

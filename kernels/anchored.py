@@ -3,18 +3,21 @@
 An engine whose class sets ``takes_anchors`` accepts two more keyword arguments, ``anchors`` in
 ``forward`` and ``anchors`` with ``d_anchors`` in ``backward``, and computes the anchors' column in
 the launch that computes the tiles. Every other engine gets the rank-1 correction of :mod:`.merge`
-after its tiles; the result is the same.
+after its tiles; the result is the same. An engine whose class sets ``takes_rotation`` accepts
+``rotation`` in both; :mod:`.rotating` makes one of any other.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from .interface import Engine, SoftmaxState, Tiles
 from .merge import anchor_backward_, anchor_forward_
+from .rotation import Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,17 +42,24 @@ def forward_with_anchors_(
     tiles: Tiles,
     scale: float,
     state: SoftmaxState,
-    anchors: AnchorKeys,
+    anchors: AnchorKeys | None,
+    rotation: Rotation | None = None,
 ) -> None:
     """Merge the tiles' and the anchors' attention into ``state``, in place.
 
-    Arguments as for `Engine.forward`; ``tiles`` may be empty.
+    Arguments as for `Engine.forward`; ``tiles`` may be empty. With ``rotation``, which the engine
+    must take, q, k and the anchors' keys come unrotated.
     """
-    if engine.takes_anchors:
-        engine.forward(q, k, v, tiles, scale, state, anchors=anchors)  # type: ignore[call-arg]
+    more = _rotation_argument(engine, rotation)
+    if anchors is not None and engine.takes_anchors:
+        more["anchors"] = anchors
+        engine.forward(q, k, v, tiles, scale, state, **more)
         return
     if len(tiles):
-        engine.forward(q, k, v, tiles, scale, state)
+        engine.forward(q, k, v, tiles, scale, state, **more)
+    if anchors is None:
+        return
+    assert rotation is None, "an engine that rotates takes the anchors, too"
     for number, start, stop in anchors.queries.tolist():
         k0, v0 = anchors.rows[number]
         anchor_forward_(state, q, k0, v0, scale, start, stop)
@@ -68,20 +78,35 @@ def backward_with_anchors_(
     dq: torch.Tensor,
     dk: torch.Tensor,
     dv: torch.Tensor,
-    anchors: AnchorKeys,
-    d_anchors: torch.Tensor,
+    anchors: AnchorKeys | None,
+    d_anchors: torch.Tensor | None,
+    rotation: Rotation | None = None,
 ) -> None:
     """Add the tiles' gradients into ``dq``, ``dk``, ``dv``; anchors' into ``dq``, ``d_anchors``.
 
     Arguments as for `Engine.backward`; ``tiles`` may be empty. ``d_anchors`` (A, 2, Hkv, D) is an
-    accumulator like the other three.
+    accumulator like the other three. With ``rotation`` all gradients are those of the unrotated
+    tensors.
     """
     arguments = (dout, q, k, v, out, lse, tiles, scale, dq, dk, dv)
-    if engine.takes_anchors:
-        engine.backward(*arguments, anchors=anchors, d_anchors=d_anchors)  # type: ignore[call-arg]
+    more = _rotation_argument(engine, rotation)
+    if anchors is not None and engine.takes_anchors:
+        more |= {"anchors": anchors, "d_anchors": d_anchors}
+        engine.backward(*arguments, **more)
         return
     if len(tiles):
-        engine.backward(*arguments)
+        engine.backward(*arguments, **more)
+    if anchors is None:
+        return
+    assert rotation is None, "an engine that rotates takes the anchors, too"
+    assert d_anchors is not None, "anchors have gradients"
     for number, start, stop in anchors.queries.tolist():
         (k0, v0), (dk0, dv0) = anchors.rows[number], d_anchors[number]
         anchor_backward_(dout, q, k0, v0, out, lse, scale, start, stop, dq, dk0, dv0)
+
+
+def _rotation_argument(engine: Engine, rotation: Rotation | None) -> dict[str, Any]:
+    if rotation is None:
+        return {}
+    assert engine.takes_rotation, f"{engine.name} cannot rotate; wrap it in a RotatingEngine"
+    return {"rotation": rotation}

@@ -36,6 +36,7 @@ class CpuEngine:
     name = "cpu"
     exact = True
     takes_anchors = False
+    takes_rotation = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:

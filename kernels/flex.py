@@ -58,6 +58,7 @@ class FlexEngine:
     name = "flex"
     exact = False
     takes_anchors = True
+    takes_rotation = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:

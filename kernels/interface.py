@@ -97,6 +97,8 @@ class Engine(Protocol):
     """Whether forward can serve tile lists that are ``exact``."""
     takes_anchors: bool
     """Whether both methods take anchors along (:mod:`.anchored`)."""
+    takes_rotation: bool
+    """Whether both methods take queries and keys unrotated, with a `Rotation`."""
 
     def forward(
         self,

@@ -22,6 +22,7 @@ class ReferenceEngine:
     name = "reference"
     exact = False
     takes_anchors = False
+    takes_rotation = False
 
     @classmethod
     def why_not(cls, device: torch.device, dtype: torch.dtype) -> str | None:

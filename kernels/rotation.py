@@ -2,7 +2,8 @@
 
 Stock models rotate queries and keys in the model's dtype and hand over the rounded result. An
 engine that takes a `Rotation` gets them unrotated and keeps the rotated values in fp32 registers:
-the control for what rounding the rotation to bf16 costs, at the memory of flash attention.
+the control for what rounding the rotation to bf16 costs, at the memory of flash attention. Any
+other engine is given rotated copies: :mod:`.rotating`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """fp32 cosines and sines of the angles of every row, contiguous, (rows, D / 2).
+    """Cosines and sines of the angles of every row, contiguous fp32 (rows, D / 2).
 
     Column d rotates with column d + D / 2, by ``position * theta^(-2 d / D)``: RoFormer (arXiv
     2104.09864) in the column order of Hugging Face models.
@@ -34,10 +35,10 @@ class Rotation:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """``x`` (rows, H, D) rotated by the angles of each row (rows, D / 2), in the tables' dtype.
+    """``x`` (rows, H, D) rotated by the angles of each row (rows, D / 2), in the wider dtype.
 
-    The inverse is ``rotate(x, cos, -sin)``.
+    The transpose, and but for a factor on the tables the inverse, is ``rotate(x, cos, -sin)``.
     """
-    first, second = x.to(cos.dtype).chunk(2, dim=-1)
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)

@@ -45,6 +45,7 @@ class TritonEngine:
     name = "triton"
     exact = False
     takes_anchors = True
+    takes_rotation = True
     auto_devices = ("cuda",)
 
     def __init__(self, precision: str = "tf32x3", autotune: bool = True) -> None:

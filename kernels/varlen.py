@@ -48,6 +48,7 @@ class _VarlenEngine:
     name: ClassVar[str]
     exact = False
     takes_anchors = False
+    takes_rotation = False
 
     def forward(
         self,

@@ -138,6 +138,7 @@ def predicted_peak(config: Config, *, on_cpu: bool) -> int:
         tokens=config.data.window_tokens * config.train.micro_batch_windows,
         key_rows=0,
         step_rows=0,
+        received_rows=0,
         sp_size=1,
         ulysses=1,
         on_cpu=on_cpu,

@@ -13,6 +13,7 @@ from anchorcontext.config.base import Problem
 
 if TYPE_CHECKING:
     from anchorcontext.config.schema import Config
+    from anchorcontext.config.sections import AttentionSection
 
 # Engines without fp32.
 _HALF_ENGINES = ("flash_attn", "varlen")
@@ -100,35 +101,50 @@ def _precision(config: Config) -> Iterator[Problem]:
     attention, precision = config.attention, config.attention.precision
     if config.model.dtype == "fp32":
         for name in ("rope_tables", "rotation", "qk"):
-            if getattr(precision, name) == "fp32":
+            if getattr(precision, name) != "model":
                 yield Problem(
                     f"attention.precision.{name}",
-                    "fp32",
+                    getattr(precision, name),
                     "has no effect with model.dtype = 'fp32'",
                     "leave it out, or set model.dtype to bf16",
                 )
         return
-    if precision.rope_tables == "fp32" and not precision.rotates_in_fp32:
+    if precision.rope_tables == "fp32" and precision.rotation == "model":
         yield Problem(
             "attention.precision.rope_tables",
             "fp32",
             "is lost where attention.precision.rotation = 'model' multiplies with tables of "
             f"model.dtype = {config.model.dtype!r}",
-            "set rotation to fp32, too",
+            "set rotation to fp32 or engine, too",
         )
-    if not precision.attends_in_fp32:
-        return
+    if precision.engine_rotates and precision.attends_in_fp32:
+        yield Problem(
+            "attention.precision.qk",
+            "fp32",
+            "has no meaning with attention.precision.rotation = 'engine', which takes queries and "
+            "keys in model.dtype and rotates and multiplies them in fp32",
+            "leave it out, or set rotation to fp32",
+        )
+    elif precision.engine_rotates:
+        yield from _needs_fp32(attention, "rotation", "engine")
+    elif precision.attends_in_fp32:
+        yield from _needs_fp32(attention, "qk", "fp32")
+
+
+def _needs_fp32(attention: AttentionSection, key: str, value: str) -> Iterator[Problem]:
+    """What cannot multiply fp32 queries and keys, as ``attention.precision.<key>`` wants it."""
+    asked = f"attention.precision.{key} = {value!r} needs products of fp32"
     if attention.engine in _HALF_ENGINES:
         yield Problem(
             "attention.engine",
             attention.engine,
-            "takes bf16 and fp16, and attention.precision.qk = 'fp32'",
-            "set it to auto, or qk to model",
+            f"takes bf16 and fp16, and {asked}",
+            f"set it to auto, or {key} to model",
         )
     if attention.backend != "native":
         yield Problem(
             "attention.backend",
             attention.backend,
-            "runs on flash-attn, which takes bf16 and fp16, and attention.precision.qk = 'fp32'",
-            "set it to native, or qk to model",
+            f"runs on flash-attn, which takes bf16 and fp16, and {asked}",
+            f"set it to native, or {key} to model",
         )

@@ -22,6 +22,10 @@ transformers writes it (``h`` hidden, ``i`` intermediate size, ``e`` bytes of an
   or, with ``attention.precision.qk: fp32``, 4 bytes, and then the rounded output, ``e D Hq``;
 * gated MLP: gate, up, activation, product: ``4 e i``.
 
+Cosines and sines are there once, for a token ``2 e D``, or fp32; where the engine rotates, ``4 D``
+for each row of a rank and each key row that it receives. An engine that is given rotated copies
+works with fp32 queries, keys, values, outputs and gradients beside them.
+
 A checkpointed layer keeps its input, ``e h``, and with ``keep_attention`` attention's output and
 log-sum-exp, ``(a D + 4) Hq``; with ``offload_activations`` the device keeps neither. A chunked MLP
 keeps nothing, and works with ``6 e i`` for one chunk's tokens and ``e h`` for all.
@@ -187,6 +191,7 @@ def activation_memory(
     tokens: int,
     key_rows: int,
     step_rows: int,
+    received_rows: int,
     sp_size: int,
     ulysses: int,
     on_cpu: bool,
@@ -197,6 +202,7 @@ def activation_memory(
         tokens: rows of a rank, windows times local length, padding included.
         key_rows: most foreign key rows that it holds and receives at one time.
         step_rows: most foreign key rows of one step.
+        received_rows: foreign key rows of all steps.
         ulysses: ranks that swap heads.
     """
     e, a = _weight_element_size(config), attention_element_size(config)
@@ -210,9 +216,13 @@ def activation_memory(
         mlp_work = min(config.model.mlp_chunk_tokens, tokens) * 6 * e * i + tokens * e * h
     offload = config.model.offload_activations and not on_cpu
     stored, recomputed = _kept_activations(config, sizes, tokens, layer, offload)
-    tables = FP32 if config.attention.precision.rotates_in_fp32 else e
-    rotary = tokens * 2 * tables * width
+    precision = config.attention.precision
+    rotary = tokens * 2 * (FP32 if precision.rotates_in_fp32 else e) * width
     accumulators = tokens * width * FP32 * (2 * sizes.num_heads + 2 * sizes.num_kv_heads)
+    if precision.engine_rotates:
+        rotary = FP32 * width * (tokens * ulysses + received_rows)
+        if on_cpu or config.attention.engine in ("flex", "reference"):
+            accumulators += tokens * width * FP32 * (4 * sizes.num_heads + 3 * sizes.num_kv_heads)
     row = 2 * max(1, sizes.num_kv_heads // ulysses) * width
     exchange = 0
     if sp_size > ulysses:

@@ -320,6 +320,7 @@ def _memory(
         tokens=batch.tokens,
         key_rows=int(batch.rows.key_rows.max()),
         step_rows=int(batch.rows.step_rows.max()),
+        received_rows=int(batch.rows.forward.sum(axis=0).max()),
         sp_size=plan.sp_size,
         ulysses=plan.ulysses,
         on_cpu=hardware.kind == "cpu",

@@ -10,11 +10,14 @@ layer, with gradient checkpointing too.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
+
+from anchorcontext.kernels import Rotation
 
 from ..errors import UserError
 from ..parallel import Plan, distributed_attention
@@ -49,19 +52,22 @@ def attention_forward(
     dropout: float = 0.0,
     plan: Plan | None = None,
     precision: PrecisionSection | None = None,
+    rotations: Sequence[Rotation] | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attention over the plan's windows, as transformers calls it in every layer.
 
     Args:
         module: the layer's attention module.
-        query: (B, Hq, S, D) this rank's rotated queries.
+        query: (B, Hq, S, D) this rank's queries, rotated unless the engine is to do it.
         key, value: (B, Hkv, S, D).
         attention_mask: must be None; the plan is the mask.
         scaling: multiplies the dot products.
         dropout: must be 0.
         plan: of this micro-batch.
         precision: the dtypes of :mod:`.precision`; None: queries, keys and values as they come.
+        rotations: of the plan's steps, for queries and keys that come unrotated
+            (:mod:`.rotation`).
 
     Returns:
         (B, S, Hq, D) in the values' dtype, and None in place of the attention weights, which are
@@ -81,7 +87,7 @@ def attention_forward(
     _check_request(module, plan, dropout, kwargs)
     _check_shapes(module, query, key, value)
     heads = cast_heads(query, key, value, precision)
-    out = distributed_attention(*heads, plan, scale=scaling)
+    out = distributed_attention(*heads, plan, scaling, rotations)
     return out.to(value.dtype).transpose(1, 2), None
 
 

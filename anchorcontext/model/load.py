@@ -25,6 +25,7 @@ from .rope import (
     restore_rotary_buffers,
     verify_rope,
 )
+from .rotation_check import check_rotation
 from .supported import check_supported, output_head, probe_model
 
 if TYPE_CHECKING:
@@ -87,6 +88,8 @@ def build_model(
     output_head(model)
     if probe and not skeleton:
         probe_model(model)
+        if precision is not None and precision.engine_rotates:
+            check_rotation(model)
     save_memory(model, section)
     if section.compile:
         compile_layers(model)

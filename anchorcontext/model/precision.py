@@ -6,7 +6,8 @@ hands bf16 queries and keys to its attention function. Nothing has to be patched
 * a rotary module that hands out fp32 tables makes layers rotate in fp32, for torch multiplies bf16
   by fp32 in fp32; queries and keys then reach the attention function in fp32;
 * that function, ours, rounds them back, or keeps them and takes the values to fp32 as well, so
-  that all of attention, and what travels for it, is in fp32.
+  that all of attention, and what travels for it, is in fp32;
+* or layers do not rotate at all, and the engine does, in fp32 (:mod:`.rotation`).
 
 Gradients pass the casts backwards and reach bf16 parameters in bf16.
 """
@@ -21,6 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .rope import rotary_modules
+from .rotation import leave_rotation_to_engine, with_rotations
 
 if TYPE_CHECKING:
     from ..config.sections import PrecisionSection
@@ -31,10 +33,16 @@ def set_precision(model: PreTrainedModel, precision: PrecisionSection) -> None:
 
     Parameters, their names and what is exported stay the same. To be called once, before the model
     is wrapped or partitioned.
+
+    Raises:
+        UserError: the engine is to rotate, and cannot do it as this model does.
     """
+    rounded = precision.rope_tables == "model"
+    if precision.engine_rotates:
+        leave_rotation_to_engine(model, rounded)
+        model.get_decoder().register_forward_pre_hook(with_rotations, with_kwargs=True)
     if precision.rotates_in_fp32:
         for name, rotary in rotary_modules(model).items():
-            rounded = precision.rope_tables == "model"
             model.set_submodule(name, RotaryInFp32(rotary, rounded))
     if precision.rotates_in_fp32 or precision.attends_in_fp32:
         decoder = model.get_decoder()

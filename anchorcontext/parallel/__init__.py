@@ -4,6 +4,7 @@ from .attention import distributed_attention
 from .mesh import Mesh, build_mesh
 from .meter import Meter
 from .plan import Plan, make_plan
+from .rotation import check_positions, plan_rotations
 from .sharding import LocalShard, shard, unshard
 
 __all__ = [
@@ -12,8 +13,10 @@ __all__ = [
     "Meter",
     "Plan",
     "build_mesh",
+    "check_positions",
     "distributed_attention",
     "make_plan",
+    "plan_rotations",
     "shard",
     "unshard",
 ]

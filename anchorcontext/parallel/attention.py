@@ -17,7 +17,7 @@ straight back to their owners in fp32 and are added there in a fixed order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.autograd.function import once_differentiable
 
 from anchorcontext.kernels import (
     AnchorKeys,
+    Rotation,
     SoftmaxState,
     accumulator_dtype,
     backward_with_anchors_,
@@ -41,7 +42,12 @@ from .ulysses import heads_to_tokens, tokens_to_heads
 
 
 def distributed_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    scale: float | None = None,
+    rotations: Sequence[Rotation] | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries over the plan's windows; differentiable.
 
@@ -50,6 +56,8 @@ def distributed_attention(
         k, v: (B, Hkv, S, D) this rank's keys and values, same dtype and device; Hkv divides Hq.
         plan: of this micro-batch, on every rank of its SP group.
         scale: multiplies the dot products; default ``D ** -0.5``.
+        rotations: of the plan's steps (:func:`~.rotation.plan_rotations`): q and k come unrotated,
+            travel so, and the engine rotates them. Default: they come rotated.
 
     Returns:
         (B, Hq, S, D) in q's dtype; zero on padding. Accumulated in fp32 (fp64 for fp64).
@@ -61,12 +69,13 @@ def distributed_attention(
     if scale is None:
         scale = q.shape[-1] ** -0.5
     if isinstance(plan.data, RingFlashAttnPlan):
+        assert rotations is None, "plan_rotations refuses this backend"
         return ring_flash_attention(q, k, v, plan, float(scale))
     batch, heads, length, head_dim = q.shape
     q_rows, k_rows, v_rows = _rows(q), _rows(k), _rows(v)
     if plan.data.ulysses > 1:
         q_rows, k_rows, v_rows = tokens_to_heads(q_rows, k_rows, v_rows, plan)
-    out = _DistributedAttention.apply(q_rows, k_rows, v_rows, plan, float(scale))
+    out = _DistributedAttention.apply(q_rows, k_rows, v_rows, plan, float(scale), rotations)
     if plan.data.ulysses > 1:
         out = heads_to_tokens(out, plan)
     return out.view(batch, length, heads, head_dim).transpose(1, 2)
@@ -83,16 +92,17 @@ class _DistributedAttention(torch.autograd.Function):
         v: torch.Tensor,
         plan: Plan,
         scale: float,
+        rotations: Sequence[Rotation] | None,
     ) -> torch.Tensor:
         kept = recomputed_result(q)
         if kept is None:
             with torch.autocast(q.device.type, enabled=False):
-                state = _forward(q, k, v, plan, scale)
+                state = _forward(q, k, v, plan, scale, rotations)
                 kept = state.out.to(q.dtype), state.lse
             keep_result(*kept)
         out, lse = kept
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan, ctx.scale = plan, scale
+        ctx.arguments = plan, scale, rotations
         return out
 
     @staticmethod
@@ -100,24 +110,28 @@ class _DistributedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
-            dq, dk, dv = _backward(dout.contiguous(), q, k, v, out, lse, ctx.plan, ctx.scale)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None
+            dq, dk, dv = _backward(dout.contiguous(), q, k, v, out, lse, *ctx.arguments)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    plan: Plan,
+    scale: float,
+    rotations: Sequence[Rotation] | None,
 ) -> SoftmaxState:
-    engine, meter = plan.engine(q.device, q.dtype), plan.meter
+    engine, meter = plan.engine(q.device, q.dtype, rotations is not None), plan.meter
     state = SoftmaxState.empty(q)
     keys = _KeyTravel(k, v, plan)
-    for step, k_step, v_step in keys:
-        if step is plan.mine.steps[-1]:
-            anchors = keys.anchors()
-            with meter.computing():
-                forward_with_anchors_(engine, q, k_step, v_step, step.tiles, scale, state, anchors)
-        elif len(step.tiles):
-            with meter.computing():
-                engine.forward(q, k_step, v_step, step.tiles, scale, state)
+    for number, (step, k_step, v_step) in enumerate(keys):
+        anchors = keys.anchors() if step is plan.mine.steps[-1] else None
+        rotation = None if rotations is None else rotations[number]
+        with meter.computing():
+            forward_with_anchors_(
+                engine, q, k_step, v_step, step.tiles, scale, state, anchors, rotation
+            )
     return state
 
 
@@ -130,27 +144,28 @@ def _backward(
     lse: torch.Tensor,
     plan: Plan,
     scale: float,
+    rotations: Sequence[Rotation] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    engine, meter = plan.engine(q.device, q.dtype), plan.meter
+    engine, meter = plan.engine(q.device, q.dtype, rotations is not None), plan.meter
     dtype = accumulator_dtype(q.dtype)
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
     dkv = torch.zeros((len(k), 2, *k.shape[1:]), dtype=dtype, device=k.device)
     keys = _KeyTravel(k, v, plan)
+    anchors: AnchorKeys | None = None
+    d_anchors: torch.Tensor | None = None
     returning: Exchange | None = None
-    for step, k_step, v_step in keys:
+    for number, (step, k_step, v_step) in enumerate(keys):
         own = step is plan.mine.steps[0]
         d_step = dkv if own else dkv.new_zeros((step.num_rows, *dkv.shape[1:]))
-        arguments = (
-            dout, q, k_step, v_step, out, lse, step.tiles, scale, dq, d_step[:, 0], d_step[:, 1],
-        )  # fmt: skip
         if step is plan.mine.steps[-1]:
             anchors = keys.anchors()
             d_anchors = torch.zeros(anchors.rows.shape, dtype=dtype, device=q.device)
-            with meter.computing():
-                backward_with_anchors_(engine, *arguments, anchors, d_anchors)
-        elif len(step.tiles):
-            with meter.computing():
-                engine.backward(*arguments)
+        rotation = None if rotations is None else rotations[number]
+        with meter.computing():
+            backward_with_anchors_(
+                engine, dout, q, k_step, v_step, out, lse, step.tiles, scale,
+                dq, d_step[:, 0], d_step[:, 1], anchors, d_anchors, rotation,
+            )  # fmt: skip
         if not own:
             # Added one step late, so that a return travels while the next step computes.
             _add_returns_(dkv, returning)
@@ -160,6 +175,7 @@ def _backward(
             if step.kept is not None:
                 add_(dkv, step.kept[0], take(d_step, step.kept[1]))
     _add_returns_(dkv, returning)
+    assert d_anchors is not None, "a plan has a last step"
     _return_anchors_(dkv, d_anchors, plan)
     return dq, dkv[:, 0], dkv[:, 1]
 

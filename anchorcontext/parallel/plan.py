@@ -56,7 +56,7 @@ class Plan:
         self.meter = Meter()
         self._engine_name = engine
         self._team_orders: dict[torch.device, torch.Tensor | None] = {}
-        self._engines: dict[tuple[torch.device, torch.dtype], Engine] = {}
+        self._engines: dict[tuple[torch.device, torch.dtype, bool], Engine] = {}
 
     @property
     def batch_size(self) -> int:
@@ -78,12 +78,17 @@ class Plan:
         """S, tokens of each window that this rank holds."""
         return self.data.local_length
 
-    def engine(self, device: torch.device, dtype: torch.dtype) -> Engine:
-        """The engine that computes tiles of ``dtype`` on ``device``."""
-        key = (device, dtype)
+    def engine(self, device: torch.device, dtype: torch.dtype, rotates: bool = False) -> Engine:
+        """The engine that computes tiles of ``dtype`` on ``device``; ``rotates``: from queries and
+        keys that come unrotated."""
+        key = (device, dtype, rotates)
         if key not in self._engines:
             self._engines[key] = get_engine(
-                self._engine_name, device=device, dtype=dtype, exact=self.data.exact
+                self._engine_name,
+                device=device,
+                dtype=dtype,
+                exact=self.data.exact,
+                rotates=rotates,
             )
         return self._engines[key]
 

@@ -14,6 +14,8 @@ from ..modes import IGNORE, PADDING
 from ..window import Window
 from .plan import Plan
 
+_FILL = {"input_ids": 0, "labels": IGNORE, "doc_ids": PADDING}
+
 
 @dataclass(frozen=True)
 class LocalShard:
@@ -48,19 +50,14 @@ def shard(
         )
     rows = [plan.data.local_indices(plan.sp_rank, index) for index in range(len(batch))]
 
-    def local(name: str, fill: int) -> torch.Tensor:
+    def local(name: str) -> torch.Tensor:
         parts = [
-            _pad(getattr(window, name), plan.padded_length, fill, name)[held]
+            padded(window, name, plan.padded_length)[held]
             for window, held in zip(batch, rows, strict=True)
         ]
         return torch.from_numpy(np.stack(parts)).to(device or "cpu")
 
-    return LocalShard(
-        input_ids=local("input_ids", 0),
-        position_ids=local("position_ids", 0),
-        labels=local("labels", IGNORE),
-        doc_ids=local("doc_ids", PADDING),
-    )
+    return LocalShard(*map(local, ("input_ids", "position_ids", "labels", "doc_ids")))
 
 
 def unshard(local: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -102,8 +99,10 @@ def _same_documents(window: Window, planned: Window) -> bool:
     )
 
 
-def _pad(values: np.ndarray, length: int, fill: int, name: str) -> np.ndarray:
+def padded(window: Window, name: str, length: int) -> np.ndarray:
+    """An array of ``window`` by its name in `LocalShard`, int64 (length,), padded on the right."""
+    values = getattr(window, name)
     extra = length - len(values)
     if name == "position_ids":
         return np.r_[values, np.arange(extra)]
-    return np.r_[values, np.full(extra, fill, dtype=np.int64)]
+    return np.r_[values, np.full(extra, _FILL[name], dtype=np.int64)]

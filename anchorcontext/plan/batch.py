@@ -157,6 +157,29 @@ class BatchPlan:
             self._ranks[team] = RankPlan(team, self.num_teams, num_rows, steps, anchors)
         return self._ranks[team]
 
+    def key_tokens(self, rank: int) -> tuple[np.ndarray, ...]:
+        """For each step of ``rank``, int64 (M,): the token of every row of its key buffer.
+
+        Token t of window w is ``w * padded_length + t``. Step 0's are the rank's own rows (with
+        ulysses its team's), and so its queries.
+        """
+        team, pieces = rank // self.ulysses, self.pieces
+        own = np.concatenate(
+            [
+                local_indices(runs, team) + window * self.padded_length
+                for window, runs in enumerate(self.team_runs)
+            ]
+        )
+        found = []
+        for step in self.rank(rank).steps:
+            if step.held is None:
+                found.append(own)
+                continue
+            size = pieces.size[step.held]
+            into_piece = np.arange(size.sum()) - np.repeat(np.cumsum(size) - size, size)
+            found.append(np.repeat(pieces.start[step.held], size) + into_piece)
+        return tuple(found)
+
     def bytes_sent(
         self,
         rank: int,

@@ -39,6 +39,7 @@ def exact_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> t
                 Rows.of(pieces.row[mine], pieces.size[mine]),
                 Rows.of(buffer_row[mine], pieces.size[mine]),
             ),
+            held=held,
         ),
     )
 

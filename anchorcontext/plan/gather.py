@@ -31,6 +31,7 @@ def gather_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> 
         incoming=incoming,
         # Gradients take the same rows the other way.
         returns=Transfer(sends=incoming.receives, receives=incoming.sends),
+        held=foreign,
     )
     return (own, second)
 

@@ -74,6 +74,7 @@ def ring_steps(pieces: Pieces, need: np.ndarray, rank: int, num_rows: int) -> tu
                     sends=message(owner, coming_row[used], coming_size[used]),
                     receives=message(user, pieces.row[returned], pieces.size[returned]),
                 ),
+                held=coming,
             )
         )
         held, held_row = coming, coming_row

@@ -91,6 +91,9 @@ class Step:
     incoming: Transfer = Transfer()
     returns: Transfer = Transfer()
     kept: tuple[Rows, Rows] | None = None
+    held: np.ndarray | None = None
+    """int64 (n,): the pieces (:class:`~.pieces.Pieces`) that lie in the buffer, one behind the
+    other; None: it is the rank's own rows."""
 
 
 @dataclass(frozen=True, eq=False)

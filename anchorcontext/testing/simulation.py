@@ -50,6 +50,7 @@ class _Simulation:
         self.weights = weights
         self.ranks = [plan.rank(team * plan.ulysses) for team in range(plan.num_teams)]
         self.tokens = [_tokens_of_rows(plan, team) for team in range(plan.num_teams)]
+        self.said = [plan.key_tokens(team * plan.ulysses) for team in range(plan.num_teams)]
         self.anchors = np.array(
             [w * plan.padded_length for w, window in enumerate(plan.windows) if window.mode.anchor],
             dtype=np.int64,
@@ -62,6 +63,8 @@ class _Simulation:
 
     def run(self) -> Simulated:
         held = list(self.tokens)
+        for own, said in zip(held, self.said, strict=True):
+            assert np.array_equal(own, said[0]), "step 0 holds a rank's own rows"
         for step in range(max(len(rank.steps) for rank in self.ranks)):
             if step:
                 held = self._travel(step, held)
@@ -91,6 +94,7 @@ class _Simulation:
                 self.received[number] += message.rows.num_rows
             self.sent[number] += transfers[number].rows_sent
             assert (buffer >= 0).all(), "every row of a buffer is filled"
+            assert np.array_equal(buffer, self.said[number][step]), "the plan knows what it holds"
             buffers.append(buffer)
         return buffers
 

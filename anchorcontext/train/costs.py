@@ -38,7 +38,9 @@ def cost_model(config: Config, sizes: ModelSizes, hardware: Hardware | None = No
     if hardware is None:
         hardware = load_hardware(config.parallel.hardware)
     parallel, dtype = config.parallel, config.model.dtype
-    attends_in = "fp32" if config.attention.precision.attends_in_fp32 else dtype
+    precision = config.attention.precision
+    in_fp32 = precision.attends_in_fp32 or precision.engine_rotates
+    attends_in = "fp32" if in_fp32 else dtype
     inside = hardware.devices_per_node % parallel.sp == 0
     rate = hardware.node_bytes_per_second if inside else hardware.network_bytes_per_second
     memory, passes = parallel.exchange_memory, passes_of(config, sizes)

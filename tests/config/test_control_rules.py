@@ -17,6 +17,7 @@ FULL, INTRA, RESET = (f"attention.mode={name}" for name in ("full", "intra_doc",
 COPIED = ("data.anchor_copies=documents", INTRA)
 HIDDEN = "attention.anchor.visible=false"
 FP32_QK = "attention.precision.qk=fp32"
+ENGINE = "attention.precision.rotation=engine"
 NO_ANCHOR = "which has no anchor for all documents"
 NO_EFFECT = "has no effect"
 
@@ -79,7 +80,7 @@ def path(tmp_path: Path) -> Path:
         (
             ("attention.precision.rope_tables=fp32",),
             "attention.precision.rope_tables = 'fp32'",
-            "set rotation to fp32, too",
+            "set rotation to fp32 or engine, too",
         ),
         (
             ("attention.precision.softmax=model",),
@@ -92,6 +93,18 @@ def path(tmp_path: Path) -> Path:
             (FP32_QK, FULL, "attention.backend=ring_flash_attn", "parallel.sp=2"),
             "attention.backend = 'ring_flash_attn'",
             "which takes bf16 and fp16",
+        ),
+        (
+            ("model.dtype=fp32", ENGINE),
+            "attention.precision.rotation = 'engine'",
+            NO_EFFECT,
+        ),
+        ((ENGINE, FP32_QK), "attention.precision.qk = 'fp32'", "or set rotation to fp32"),
+        ((ENGINE, "attention.engine=varlen"), "attention.engine = 'varlen'", "rotation to model"),
+        (
+            (ENGINE, FULL, "attention.backend=ring_flash_attn", "parallel.sp=2"),
+            "attention.backend = 'ring_flash_attn'",
+            "attention.precision.rotation = 'engine' needs products of fp32",
         ),
     ],
 )
@@ -114,6 +127,7 @@ def test_a_control_without_meaning_or_effect_is_refused(
         (*COPIED, "attention.anchor.position=3", "attention.anchor.token=eos"),
         (RESET, "positions.clamp_first=true", "positions.offset=9"),
         ("attention.precision={rotation: fp32}",),
+        (ENGINE, "attention.precision.rope_tables=fp32", "attention.engine=triton"),
         ("attention.precision={rotation: fp32, rope_tables: fp32, qk: fp32, softmax: fp32}",),
     ],
 )

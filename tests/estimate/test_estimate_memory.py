@@ -153,11 +153,27 @@ def activations(config, tokens=1000, **changes):
     options = {
         "key_rows": 0,
         "step_rows": 0,
+        "received_rows": 0,
         "sp_size": 1,
         "ulysses": 1,
         "on_cpu": False,
     } | changes
     return activation_memory(SIZES, config, tokens=tokens, **options)
+
+
+def test_tables_and_copies_where_the_engine_rotates():
+    def of(rotation, engine="auto", **changes):
+        attention = {"engine": engine, "precision": {"rotation": rotation}}
+        return activations(make_config(attention=attention), **changes)
+
+    plain, gpu, cpu = of("model"), of("engine"), of("engine", on_cpu=True)
+    # Heads of 16: 2 x 2 x 16 bytes a token in bf16, 4 x 16 of an engine's tables: equal.
+    assert gpu == plain
+    received = of("engine", received_rows=300, sp_size=4, ulysses=2)
+    assert received.stored - of("model", sp_size=4, ulysses=2).stored == 64 * (2000 - 1000 + 300)
+    copies = 1000 * 16 * 4 * (4 * 4 + 3 * 2)
+    assert cpu.attention_work - of("model", on_cpu=True).attention_work == copies
+    assert of("engine", engine="flex").attention_work - gpu.attention_work == copies
 
 
 def test_activations_by_hand():
@@ -311,6 +327,7 @@ def test_memory_of_the_cpu_demo_within_15_percent_of_measured_growth(
             tokens=tokens // world,
             key_rows=key_rows,
             step_rows=step_rows,
+            received_rows=0,
             sp_size=world,
             ulysses=1,
             on_cpu=True,

@@ -58,3 +58,33 @@ def test_an_engine_without_an_exact_setting_is_refused_for_exact_tiles():
     assert get_engine(device=CPU, dtype=torch.float32, exact=True).name == "cpu"
     with pytest.raises(UserError, match=r"'reference' .* has no exact setting; use 'auto' or cpu"):
         get_engine("reference", device=CPU, dtype=torch.float32, exact=True)
+
+
+def test_an_engine_that_cannot_rotate_is_given_rotated_copies():
+    engine = get_engine(device=CPU, dtype=torch.bfloat16, rotates=True)
+    assert engine.name == "cpu" and engine.takes_rotation and engine.takes_anchors
+    assert get_engine(device=CPU, dtype=torch.bfloat16, rotates=True, exact=True).exact
+    assert not get_engine(device=CPU, dtype=torch.bfloat16).takes_rotation
+
+
+def on_a_gpu(monkeypatch):
+    """Every engine of ours serves, as on an H100 with flash-attn."""
+    serves = {
+        "flash_attn": (torch.bfloat16,),
+        "flex": (torch.bfloat16, torch.float32),
+        "triton": (torch.bfloat16, torch.float32),
+    }
+    for name, dtypes in serves.items():
+        kind = kernels._engine_class(name)
+        reason = staticmethod(lambda _, dtype, d=dtypes: None if dtype in d else f"not {dtype}")
+        monkeypatch.setattr(kind, "why_not", reason)
+    kernels._choose.cache_clear()
+
+
+def test_auto_prefers_an_engine_that_rotates_in_its_kernel(monkeypatch):
+    on_a_gpu(monkeypatch)
+    assert get_engine(device=CUDA, dtype=torch.bfloat16).name == "flash_attn"
+    assert get_engine(device=CUDA, dtype=torch.bfloat16, rotates=True).name == "triton"
+    with pytest.raises(UserError, match=r"rotated to torch.float32, and not torch.float32; use"):
+        get_engine("flash_attn", device=CUDA, dtype=torch.bfloat16, rotates=True)
+    kernels._choose.cache_clear()

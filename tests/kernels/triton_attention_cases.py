@@ -25,6 +25,7 @@ from anchorcontext.kernels.reference import ReferenceEngine
 from anchorcontext.kernels.rotation import Rotation, rotate
 from anchorcontext.kernels.triton_config import Config
 from anchorcontext.kernels.triton_engine import TritonEngine
+from anchorcontext.parallel import plan_rotations
 
 SCALE = 0.3  # not D ** -0.5
 NO_ANCHORS = np.zeros((0, 3), dtype=np.int64)
@@ -265,8 +266,15 @@ def test_an_engine_without_anchors_gets_the_correction_afterwards(oracle):
     assert_close(run(ReferenceEngine(), x, [SEVERAL]), expect(oracle, x, SEVERAL), 2e-6)
 
 
-def test_a_plan_gives_the_result_of_the_reference(oracle):
-    """Two windows with an anchor each, forward and backward, the engine chosen by name."""
+def angles_of_8(positions) -> tuple[torch.Tensor, torch.Tensor]:
+    angles = positions[:, None] * 3.0 ** -torch.arange(8)
+    return angles.cos(), angles.sin()
+
+
+@pytest.mark.parametrize("unrotated", [False, True])
+def test_a_plan_gives_the_result_of_the_reference(unrotated, oracle):
+    """Two windows with an anchor each, forward and backward, the engine chosen by name; and with
+    queries and keys that both engines rotate, each in its way."""
     documents = [[[1] * 5, [2] * 1, [3] * 9], [[4] * 7, [5] * 8]]
     windows = [Window.from_documents(pieces, anchor_id=0) for pieces in documents]
     generator = torch.Generator().manual_seed(4)
@@ -274,7 +282,9 @@ def test_a_plan_gives_the_result_of_the_reference(oracle):
     results = []
     for engine in ("triton", "reference"):
         q, k, v = (x.clone().requires_grad_() for x in inputs[:3])
-        out = distributed_attention(q, k, v, make_plan(windows, engine=engine))
+        plan = make_plan(windows, engine=engine)
+        rotations = plan_rotations(plan, angles_of_8, q.device) if unrotated else None
+        out = distributed_attention(q, k, v, plan, rotations=rotations)
         out.backward(inputs[3])
         results.append((out.detach(), q.grad, k.grad, v.grad))
     for found, expected in zip(*results, strict=True):

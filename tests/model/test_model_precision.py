@@ -11,10 +11,12 @@ import torch
 
 from anchorcontext import Window, enable, make_plan, shard
 from anchorcontext.config.sections import ModelSection, PrecisionSection
+from anchorcontext.errors import UserError
 from anchorcontext.model import TrainModel, attention, verify_rope
 from anchorcontext.model.memory import save_memory
 from anchorcontext.model.precision import set_precision
 from anchorcontext.model.rope import rotary_modules
+from anchorcontext.model.rotation_check import check_rotation
 from anchorcontext.testing.models import tiny_model
 from anchorcontext.testing.oracle import dense_mask
 
@@ -130,9 +132,9 @@ def handed_over(model, window):
     """Queries, keys and values of every layer as attention gets them."""
     seen, real = [], attention.distributed_attention
 
-    def record(q, k, v, plan, scale):
+    def record(q, k, v, *more):
         seen.append((q.detach(), k.detach(), v.detach()))
-        return real(q, k, v, plan, scale)
+        return real(q, k, v, *more)
 
     plan = make_plan(window)
     local = shard(window, plan)
@@ -184,3 +186,85 @@ def test_a_model_without_settings_is_left_alone():
     model = make_model({})
     assert repr(model) == repr(enable(tiny_model(dtype=BF16)))
     assert all(x.dtype == BF16 for layer in handed_over(model, make_window()) for x in layer)
+
+
+BY_ENGINE = {"rope_tables": "fp32", "rotation": "engine"}
+
+
+@pytest.mark.parametrize(
+    ("by_engine", "by_layers"),
+    [
+        (BY_ENGINE, SETTINGS["all"][0]),
+        ({"rotation": "engine"}, SETTINGS["rounded tables"][0]),
+    ],
+    ids=["fp32 tables", "rounded tables"],
+)
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_an_engine_rotates_as_layers_in_fp32_do(by_engine, by_layers, model_type):
+    """Forward to the bit; backward but for its output and key gradients, which are kept in bf16."""
+    window = make_window()
+    loss, gradients = loss_and_gradients(make_model(by_engine, model_type), window)
+    expected_loss, expected = loss_and_gradients(make_model(by_layers, model_type), window)
+    assert torch.equal(loss, expected_loss)
+    other_loss, other = loss_and_gradients(make_model({}, model_type), window)
+    assert not torch.equal(loss, other_loss)
+    assert difference(gradients, expected) < 0.6 * difference(gradients, other)
+
+
+def test_queries_and_keys_reach_attention_unrotated_in_the_models_dtype():
+    window, model = make_window(), make_model(BY_ENGINE)
+    query, key, value = handed_over(model, window)[0]
+    assert {x.dtype for x in (query, key, value)} == {BF16}
+    own, norm = model.model.layers[0].self_attn, model.model.layers[0].input_layernorm
+    with torch.no_grad():
+        x = norm(model.model.embed_tokens(torch.tensor(window.input_ids)))
+        wanted = own.q_proj(x).unflatten(-1, (-1, 16)).transpose(0, 1)
+    assert torch.equal(query[0], wanted)
+
+
+def test_kept_and_recomputed_layers_rotate_in_the_engine_alike():
+    window, found = make_window(), []
+    for levers in ({"gradient_checkpointing": False}, {}, {"keep_attention": True}):
+        model = make_model(BY_ENGINE)
+        save_memory(model, ModelSection(path="none", **levers))
+        found.append(loss_and_gradients(model, window, "auto"))
+    for (loss, gradients), (other, others) in pairwise(found):
+        assert torch.equal(loss, other)
+        assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+
+
+def test_positions_of_other_windows_are_refused_where_the_engine_rotates():
+    window, model = make_window(), make_model(BY_ENGINE)
+    plan = make_plan(window)
+    local = shard(window, plan)
+    with pytest.raises(UserError, match="not those of the plan's windows"):
+        model(local.input_ids, position_ids=local.position_ids + 1, plan=plan)
+    with pytest.raises(UserError, match=r"without position_ids=.*shard\(windows, plan\)"):
+        model(local.input_ids, plan=plan)
+
+
+def test_layers_that_rotate_otherwise_are_refused_by_name():
+    model = make_model(BY_ENGINE)
+    check_rotation(model)
+    layer = model.model.layers[1].self_attn
+    real = type(layer).forward
+
+    def without(self, hidden_states, position_embeddings, *args, **kwargs):
+        """As the layers of SmolLM3 and Llama 4 that have no RoPE."""
+        cos, sin = position_embeddings
+        still = torch.ones_like(cos), torch.zeros_like(sin)
+        return real(self, hidden_states, still, *args, **kwargs)
+
+    layer.forward = without.__get__(layer)
+    with pytest.raises(UserError, match=r"layers.1.self_attn .* does not rotate as an engine does"):
+        check_rotation(model)
+    del layer.forward
+    check_rotation(model)
+
+
+def test_a_model_that_rotates_parts_of_heads_is_refused():
+    model = make_model({})
+    rotary = model.model.rotary_emb
+    rotary.register_buffer("inv_freq", rotary.inv_freq[:4], persistent=False)
+    with pytest.raises(UserError, match=r"rotates 8 of 16 columns of a head.*set it to fp32"):
+        set_precision(model, PrecisionSection(**BY_ENGINE))

@@ -1,7 +1,8 @@
 """Every control across ranks against dense fp64 attention, forward and backward, to 1e-10.
 
 Mask and positions of the oracle are written out here, document by document; queries and keys are
-rotated by them in the oracle, and by the positions of each rank's shard in the run.
+rotated by them in the oracle; in the run by the positions of each rank's shard, and again by the
+engine, which gets the rotations that the plan makes of them.
 """
 
 from __future__ import annotations
@@ -120,43 +121,74 @@ def oracle_of(name):
     return (q, k, v, dout), (out.detach(), *(x.grad for x in given))
 
 
-def check(rank, world, names, ways):
+def tables(positions):
+    """Cosines and sines (T, D / 2) as an engine takes them, here in fp64."""
+    cos, sin = (
+        rotate(torch.tensor(unit, dtype=torch.float64).expand(len(positions), -1), positions)
+        for unit in ([1.0] * (HEAD_DIM // 2) + [0.0] * (HEAD_DIM // 2),) * 2
+    )
+    return cos[:, : HEAD_DIM // 2].contiguous(), sin[:, HEAD_DIM // 2 :].contiguous()
+
+
+def check(rank, world, batches, ways):
     import torch.distributed as dist
 
     from anchorcontext import distributed_attention, make_plan, shard
+    from anchorcontext.parallel import plan_rotations
 
-    for name in names:
-        given, expected = oracle_of(name)
-        window = make_window(name)
-        for layout, exchange in ways:
-            plan = make_plan(window, dist.group.WORLD, layout, exchange, engine="cpu")
-            held = torch.from_numpy(plan.data.local_indices(rank, 0))
-            real = held < window.num_tokens
-            rows = held.clamp(max=window.num_tokens - 1)
-            q, k, v, dout = (x[None, :, rows] * real[:, None] for x in given)
-            q, k, v = (x.requires_grad_() for x in (q, k, v))
-            positions = shard(window, plan).position_ids[0]
-            out = distributed_attention(
-                rotate(q, positions), rotate(k, positions), v, plan, scale=SCALE
-            )
-            out.backward(dout)
-            for what, x, y in zip(
-                ("out", "dq", "dk", "dv"), (out, q.grad, k.grad, v.grad), expected, strict=True
-            ):
-                error = (x[0] - y[:, rows])[:, real].abs()
-                limit = TOLERANCE * y.abs().max()
-                worst = error.max() if error.numel() else 0
-                assert worst <= limit, f"{what} of {name!r}, {layout}, {exchange}: {worst:.1e}"
+    for names in batches:
+        oracles = [oracle_of(name) for name in names]
+        windows = [make_window(name) for name in names]
+        for layout, exchange, options in ways:
+            plan = make_plan(windows, dist.group.WORLD, layout, exchange, engine="cpu", **options)
+            held = [torch.from_numpy(plan.data.local_indices(rank, w)) for w in range(len(names))]
+            real = torch.stack([h < w.num_tokens for h, w in zip(held, windows, strict=True)])
+            rows = [h.clamp(max=w.num_tokens - 1) for h, w in zip(held, windows, strict=True)]
+
+            def local(x, rows=rows):
+                """Of one tensor a window, this rank's part (B, H, S, D)."""
+                return torch.stack([y[:, r] for y, r in zip(x, rows, strict=True)])
+
+            given = [
+                local(x) * real[:, None, :, None]
+                for x in zip(*(o[0] for o in oracles), strict=True)
+            ]
+            expected = [local(x) for x in zip(*(o[1] for o in oracles), strict=True)]
+            for by_engine in (False, True):
+                q, k, v = (x.clone().requires_grad_() for x in given[:3])
+                rotations, arguments = None, (q, k)
+                if by_engine:
+                    rotations = plan_rotations(plan, tables, torch.device("cpu"))
+                else:
+                    positions = shard(windows, plan).position_ids[:, None]
+                    arguments = rotate(q, positions), rotate(k, positions)
+                out = distributed_attention(*arguments, v, plan, SCALE, rotations)
+                out.backward(given[3])
+                for what, x, y in zip(
+                    ("out", "dq", "dk", "dv"), (out, q.grad, k.grad, v.grad), expected, strict=True
+                ):
+                    error = (x - y).abs().movedim(1, 2)[real]
+                    worst = error.max() if error.numel() else 0
+                    case = f"{names}, {layout}, {exchange}, {options}, by engine {by_engine}"
+                    assert worst <= TOLERANCE * y.abs().max(), f"{what} of {case}: {worst:.1e}"
 
 
 @pytest.mark.parametrize(
-    ("world", "names"), [(1, tuple(CASES)), (2, tuple(CASES)), (4, ("elsewhere", "clamped full"))]
+    ("world", "batches"),
+    [
+        (1, [(name,) for name in CASES]),
+        (2, [*((name,) for name in CASES), ("elsewhere", "restart")]),
+        (4, [("elsewhere",), ("clamped full",), ("anchor elsewhere, shifted", "elsewhere")]),
+    ],
+    ids=["1", "2", "4"],
 )
-def test_ranks_compute_what_dense_attention_does(world, names):
-    ways = [("zigzag", "ring"), ("balanced", "gather"), ("contiguous", "ulysses")][
-        : 3 if world < 4 else 2
-    ]
-    run_distributed(check, world, names, ways)
+def test_ranks_compute_what_dense_attention_does(world, batches):
+    ways = [("zigzag", "ring", {}), ("balanced", "gather", {})]
+    if world < 4:
+        ways += [("contiguous", "ulysses", {}), ("contiguous", "gather", {"exact": True})]
+    else:
+        ways += [("zigzag", "hybrid", {"ulysses": 2})]
+    run_distributed(check, world, batches, ways)
 
 
 def test_masks_are_those_of_the_modes():

@@ -20,7 +20,14 @@ IN_FP32 = {
         "positions": {"clamp_first": True, "offset": 1000},
     },
 }
+BY_ENGINE = {"rope_tables": "fp32", "rotation": "engine"}
 IN_BF16 = {
+    "RoPE by the engine": {"attention": {"precision": BY_ENGINE}},
+    "RoPE by the engine, ulysses": {
+        "attention": {"precision": BY_ENGINE, "exchange": "ulysses"},
+        "model": {"keep_attention": True},
+        "train": {"zero_stage": 3},
+    },
     "fp32 RoPE": {"attention": {"precision": {**FP32_ATTENTION, "qk": "model"}}},
     "fp32 attention, gather": {"attention": {"precision": FP32_ATTENTION, "exchange": "gather"}},
     "fp32 attention, ulysses": {
@@ -109,4 +116,4 @@ def test_windows_are_those_of_the_control(found):
 def test_fp32_attention_sends_what_a_model_in_fp32_does(found):
     bf16, fp32 = found["plain bf16"][0], found["fp32 attention, gather"][0]
     assert bf16 < fp32 == found["plain"][0]
-    assert found["fp32 RoPE"][0] == bf16
+    assert found["fp32 RoPE"][0] == found["RoPE by the engine"][0] == bf16

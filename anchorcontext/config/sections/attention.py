@@ -40,8 +40,10 @@ class PrecisionSection(Section):
     rope_tables: Literal["model", "fp32"] = "model"
     """Cosines and sines: computed in fp32, then rounded to ``model.dtype`` or kept."""
 
-    rotation: Literal["model", "fp32"] = "model"
-    """Products and sums of RoPE, on queries and keys that come in ``model.dtype``."""
+    rotation: Literal["model", "fp32", "engine"] = "model"
+    """Products and sums of RoPE, on queries and keys that come in ``model.dtype``: in it, in fp32,
+    or in fp32 by the engine, right before its dot products, which are then of fp32 queries and
+    keys. Unrotated ones travel, in ``model.dtype``."""
 
     qk: Literal["model", "fp32"] = "model"
     """``model`` rounds rotated queries and keys; ``fp32`` hands queries, keys and values over in
@@ -55,6 +57,11 @@ class PrecisionSection(Section):
     def rotates_in_fp32(self) -> bool:
         """Whether the rotary module hands out fp32 tables, so that layers rotate in fp32."""
         return self.rotation == "fp32"
+
+    @property
+    def engine_rotates(self) -> bool:
+        """Whether queries and keys reach the engine unrotated."""
+        return self.rotation == "engine"
 
     @property
     def attends_in_fp32(self) -> bool:
