@@ -304,7 +304,7 @@ def run_harness(
         echo_table(others, ["task", "metric", "score"])
     for note in notes(report):
         say(note)
-    kept = summarize(findings.with_earlier())
+    kept = summarize(findings.with_earlier(len(targets)))
     return Part(
         report,
         markdown(report) if report.results else "",

@@ -91,6 +91,26 @@ def test_tasks_without_a_length_have_a_table_of_their_own():
     assert "RULER" not in text
 
 
+def test_what_some_snapshots_lack_is_shown_of_each_and_in_no_mean():
+    both = [unit("ruler_vt", score=10.0, model="a"), unit("ruler_vt", score=30.0, model="b")]
+    some = [
+        unit("hellaswag", length=None, score=40.0, model="a"),
+        unit("ruler_fwe", score=70.0, model="b"),
+        unit("ruler_vt", length=8192, score=20.0, model="b"),
+    ]
+    report = summarize(Findings(both, earlier=some).with_earlier(2))
+    assert set(report.scores) == {"ruler_vt"} and set(report.scores["ruler_vt"]) == {"4096"}
+    lines = [line for line in markdown(report).splitlines() if line[:3] not in ("", "| :")]
+    assert [line for line in lines if line.startswith("|")] == [
+        "| RULER | 4K |",
+        "| VT | 20.00 ± 14.14 |",
+        "| task | tokens | a | b |",
+        "| VT | 8K | – | 20.00 |",
+        "| FWE | 4K | – | 70.00 |",
+        "| hellaswag | – | 40.00 | – |",
+    ]
+
+
 def test_a_groups_score_and_samples_are_read_from_the_harness():
     results = {
         "results": {

@@ -4,6 +4,7 @@ One file, because the harness's word list takes ten seconds to import.
 """
 
 import json
+import shutil
 from collections import Counter
 
 import pytest
@@ -378,6 +379,27 @@ def test_a_second_call_adds_its_scores_to_the_first_ones(model_folder, tmp_path)
     after = (tmp_path / "results.md").read_text()
     assert after.split("Not run")[0].strip() == before.split("<!-- end")[0].strip()
     assert (tmp_path / "page.md").read_text() == page
+
+
+def test_what_one_of_two_snapshots_lacks_is_told_apart(model_folder, tmp_path):
+    shutil.copytree(model_folder, tmp_path / "other")
+
+    def evaluate(task, *models):
+        arguments = [*models, "--tasks", task, "--lengths", 600, "--samples", 1]
+        arguments += ["--dtype", "fp32", "--device", "cpu", "--output", tmp_path / "out"]
+        arguments += ["--markdown", tmp_path / "page.md"]
+        result = CliRunner().invoke(command, [str(argument) for argument in arguments])
+        assert result.exit_code == 0, result.output
+        tables = (tmp_path / "out" / "results.md").read_text().splitlines()
+        return tables, (tmp_path / "page.md").read_text()
+
+    evaluate("vt", model_folder)
+    tables, page = evaluate("fwe", model_folder, tmp_path / "other")
+    assert "| FWE | 0.00 ± 0.00 |" in tables and "| VT | 600 | 0.00 | – |" in tables
+    assert "VT" not in page  # what its command asked for
+    evaluate("vt", tmp_path / "other")
+    tables, _ = evaluate("fwe", model_folder, tmp_path / "other")
+    assert "| VT | 0.00 ± 0.00 |" in tables and not any("–" in line for line in tables)
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,8 @@ class Report:
     scores: dict[str, dict[str, Cell]]
     """Task or mean -> length in tokens (or ``""``) -> cell."""
     results: list[UnitResult]
+    partial: list[UnitResult]
+    """Stored results of units that other models lack; in no mean."""
     skipped: dict[str, str]
     published: dict[str, dict[str, float]]
     """The paper's means of 11 tasks, LLaMA-2-7B: theirs, on another model; only at lengths at
@@ -79,6 +81,7 @@ def summarize(findings: Findings) -> Report:
         lengths=lengths,
         scores=scores,
         results=results,
+        partial=findings.partial,
         skipped=findings.skipped,
         published={row: values for row, values in published.items() if values},
     )
@@ -107,6 +110,20 @@ def other_rows(report: Report) -> list[list[str]]:
         for name, cells in report.scores.items()
         if "" in cells
     ]
+
+
+def partial_rows(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Headers and rows of what only some snapshots have: a line a unit, a column a snapshot."""
+    units: dict[tuple[str, int | None], dict[str, str]] = {}
+    for result in report.partial:
+        row = units.setdefault((result.task, result.length), {})
+        row[result.model] = f"{result.score:.2f}"
+    rows = []
+    for (task, length), scores in units.items():
+        label = RULER[task].label if task in RULER else task
+        tokens = "–" if length is None else length_label(length)
+        rows.append([label, tokens, *(scores.get(model, "–") for model in report.models)])
+    return ["task", "tokens", *report.models], rows
 
 
 def notes(report: Report) -> list[str]:
@@ -145,6 +162,9 @@ def markdown(report: Report) -> str:
         parts.append(markdown_table(headers, rows))
     if others := other_rows(report):
         parts.append(markdown_table(["task", "metric", "score"], others))
+    if report.partial:
+        parts.append("Of these not every snapshot has a score; they are in no mean.")
+        parts.append(markdown_table(*partial_rows(report)))
     return "\n\n".join([*parts, *notes(report)])
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -85,11 +86,13 @@ class Findings:
     """Results that an earlier call had stored."""
     earlier: list[UnitResult] = field(default_factory=list)
     """Stored results of the same models that were not asked for now."""
+    partial: list[UnitResult] = field(default_factory=list)
+    """Those of units that other models lack, which no mean over all of them can count."""
 
-    def with_earlier(self) -> Findings:
-        """All that is stored of these models, RULER's tasks first."""
+    def with_earlier(self, models: int) -> Findings:
+        """All that is stored of so many models, RULER's tasks first."""
         order = {name: place for place, name in enumerate(RULER)}
-        results = sorted(
+        stored = sorted(
             [*self.results, *self.earlier],
             key=lambda result: (
                 order.get(result.task, len(order)),
@@ -97,9 +100,12 @@ class Findings:
                 result.length or 0,
             ),
         )
+        count = Counter((result.task, result.length) for result in stored)
+        results = [r for r in stored if count[r.task, r.length] == models]
+        partial = [r for r in stored if count[r.task, r.length] < models]
         scored = {result.task for result in results}
         skipped = {task: why for task, why in self.skipped.items() if task not in scored}
-        return Findings(results, skipped)
+        return Findings(results, skipped, partial=partial)
 
 
 def run_units(
@@ -153,7 +159,13 @@ def run_units(
         findings.results += _compute(target, missing, options, device, store, progress)
     order = {name: place for place, name in enumerate(tasks)}
     findings.results.sort(key=lambda result: (order[result.task], result.length or 0))
-    findings.earlier = _earlier(models, {(unit.task, unit.length) for unit in todo}, store)
+    asked = {(unit.task, unit.length) for unit in todo}
+    findings.earlier = [
+        result
+        for model in models
+        for result in store.results(model.target.name)
+        if (result.task, result.length) not in asked and model.computed(result)
+    ]
     return findings
 
 
@@ -305,18 +317,6 @@ def _units(model: _Model, available: Available, options: Options) -> list[_Unit]
         mark = model.fingerprint(name, None, {})
         found.append(_Unit(target, form, name, None, mark, loaded))
     return found
-
-
-def _earlier(
-    models: Sequence[_Model], asked: set[tuple[str, int | None]], store: UnitStore
-) -> list[UnitResult]:
-    """What is stored beyond ``asked``, if of all models: a mean is over all snapshots."""
-    found: dict[tuple[str, int | None], list[UnitResult]] = {}
-    for model in models:
-        for result in store.results(model.target.name):
-            if (result.task, result.length) not in asked and model.computed(result):
-                found.setdefault((result.task, result.length), []).append(result)
-    return [result for each in found.values() if len(each) == len(models) for result in each]
 
 
 def _score(unit: _Unit, lm: Any, options: Options, store: UnitStore) -> UnitResult:
