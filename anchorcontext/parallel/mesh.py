@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +15,8 @@ from ..errors import UserError
 class Mesh:
     """Where this rank stands: ``rank = dp_rank * sp + sp_rank``.
 
-    The ranks of an SP group share windows; ranks with the same ``sp_rank`` form a DP group and
-    hold different windows. Groups are None where they would have one member.
+    The ranks of an SP group share windows; ranks with the same ``sp_rank`` hold different ones, and
+    need no group: DeepSpeed reduces over all ranks.
     """
 
     world_size: int
@@ -23,7 +24,7 @@ class Mesh:
     dp: int
     sp: int
     sp_group: dist.ProcessGroup | None = None
-    dp_group: dist.ProcessGroup | None = None
+    """None where it would have one member."""
 
     @property
     def dp_rank(self) -> int:
@@ -54,12 +55,10 @@ def build_mesh(sp: int) -> Mesh:
             f"one of {divisors}, or launch another number of ranks"
         )
     dp = world_size // sp
-    sp_groups = [list(range(start, start + sp)) for start in range(0, world_size, sp)]
-    dp_groups = [list(range(start, world_size, sp)) for start in range(sp)]
-    mesh = Mesh(world_size, rank, dp, sp, _own_group(sp_groups, rank), _own_group(dp_groups, rank))
-    for group in (mesh.sp_group, mesh.dp_group):
-        if group is not None:
-            warm_up(group)
+    groups = [list(range(start, start + sp)) for start in range(0, world_size, sp)]
+    mesh = Mesh(world_size, rank, dp, sp, _own_group(groups, rank))
+    if mesh.sp_group is not None:
+        warm_up(mesh.sp_group)
     return mesh
 
 
@@ -76,12 +75,20 @@ def group_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu")
 
 
+def _options() -> Any:
+    """On NCCL, messages start before attention that waits as well: its blocks would fill the device
+    first, and NCCL's share no multiprocessor with others (NVIDIA/nccl issue 689)."""
+    if dist.get_backend() != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+
+
 def _own_group(groups: list[list[int]], rank: int) -> dist.ProcessGroup | None:
     """All ranks create all groups, in one order; each keeps its own."""
     own = None
     for ranks in groups:
         if len(ranks) > 1:
-            group = dist.new_group(ranks)
+            group = dist.new_group(ranks, pg_options=_options())
             if rank in ranks:
                 own = group
     return own

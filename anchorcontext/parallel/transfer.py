@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..plan import Rows, Transfer
 from .meter import Meter
+from .pinned import to_device
 
 
 @dataclass(frozen=True)
@@ -109,5 +110,5 @@ def _index(rows: Rows, device: torch.device) -> torch.Tensor:
     if device not in rows.cache:
         parts = [torch.arange(start, stop) for start, stop in rows.intervals.tolist()]
         index = torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
-        rows.cache[device] = index.to(device)
+        rows.cache[device] = to_device(index, device)
     return rows.cache[device]

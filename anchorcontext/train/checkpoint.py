@@ -107,7 +107,7 @@ class CheckpointStore:
         with tempfile.TemporaryDirectory(prefix="anchorcontext-") as nowhere:
             names = names_for_reading(engine)
             engine.save_checkpoint(nowhere, tag=ENGINE_TAG, save_latest=False, client_state=names)
-        self.writer.add(f"{RANKS}/{_rank_file(self.control.rank)}", _random_states(engine.device))
+        self.writer.add(f"{RANKS}/{_rank_file(self.control.rank)}", random_states(engine.device))
         self._pending = _Pending(step, beside, final, self.writer.write(beside))
         self.seconds += time.perf_counter() - started
 
@@ -190,7 +190,7 @@ class CheckpointStore:
             changes = ", ".join(saved.changes_to(self.layout))
             logger.info("%s is of another layout of ranks: %s", checkpoint.path, changes)
             load_into(engine, SavedEngine(checkpoint))
-        _restore_random_states(generators, engine.device)
+        restore_random_states(generators, engine.device)
         return state
 
     def close(self) -> None:
@@ -266,7 +266,8 @@ def _rank_file(rank: int) -> str:
     return f"rank-{rank:05d}.pt"
 
 
-def _random_states(device: torch.device) -> dict[str, Any]:
+def random_states(device: torch.device) -> dict[str, Any]:
+    """Of every generator that a run on ``device`` draws from."""
     states: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -277,11 +278,12 @@ def _random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
-def _restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
+    """Go on drawing where ``states`` were taken."""
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "cuda" in states:  # a CPU has saved none: the seed's stays
         torch.cuda.set_rng_state(states["cuda"], device)
 
 

@@ -49,6 +49,8 @@ def deepspeed_config(config: Config, world_size: int, device: torch.device) -> d
         "zero_optimization": {"stage": train.zero_stage},
         "zero_allow_untested_optimizer": True,
         "optimizer": _optimizer_options(config, device),
+        # It would wait for the device before every micro-batch; the record has its numbers.
+        "timers": {"throughput": {"enabled": False}},
     }
     if train.offload_optimizer != "none":
         offload = {"device": train.offload_optimizer, "pin_memory": device.type == "cuda"}

@@ -98,13 +98,9 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
     """
     launch = read_launch_environment(os.environ)
     use_cuda = torch.cuda.is_available()
-    if use_cuda and launch.local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {launch.local_rank} has no GPU: this host shows "
-            f"{torch.cuda.device_count()}; start one process per GPU (torchrun --nproc-per-node)"
-        )
-    device = torch.device("cuda", launch.local_rank) if use_cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if use_cuda:
+        device = torch.device("cuda", gpu_index(launch, torch.cuda.device_count()))
         torch.cuda.set_device(device)
     tell_deepspeed_the_accelerator()
     os.environ.update(launch.variables())
@@ -116,9 +112,28 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
                 backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout
             )
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            # With its device named, NCCL connects here and not in the first collective, groups are
+            # split off this communicator, and single messages need none of their own.
+            bound = device if use_cuda else None
+            dist.init_process_group(backend, timeout=timeout, device_id=bound)
     logging.getLogger(__name__).debug("rank %d of %d", launch.rank, launch.world_size)
     return Process(launch, device, Control.create(), owns_group)
+
+
+def gpu_index(launch: LaunchEnvironment, visible: int) -> int:
+    """Which of the ``visible`` GPUs is this process's.
+
+    Raises:
+        UserError: there are fewer of them than processes on this host.
+    """
+    if launch.launcher == "srun" and visible == 1:
+        return 0  # srun --gpus-per-task=1 shows each task its own one
+    if launch.local_rank >= visible:
+        raise UserError(
+            f"local rank {launch.local_rank} has no GPU: this host shows {visible}; start one "
+            "process per GPU (torchrun --nproc-per-node)"
+        )
+    return launch.local_rank
 
 
 def tell_deepspeed_the_accelerator() -> None:

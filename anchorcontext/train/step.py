@@ -21,6 +21,7 @@ from ..config.sections import AttentionSection
 from ..errors import UserError
 from ..modes import PADDING
 from ..parallel import Mesh, Plan, make_plan, shard
+from ..parallel.pinned import to_device
 from ..plan import CostModel
 from ..watch.metrics import StepMeter
 from ..window import Window
@@ -142,21 +143,25 @@ def _over_loss_limit(
 
 
 def run_micro_batch(engine: DeepSpeedEngine, plan: Plan, scale: float, meter: StepMeter) -> None:
-    """Forward and backward of one micro-batch; the gradient is ``scale`` times the loss's."""
-    with meter.timed("data"):
-        local = shard(list(plan.windows), plan, engine.device)
+    """Forward and backward of one micro-batch; the gradient is ``scale`` times the loss's.
+
+    Nothing here waits for the device, so that the next micro-batch is queued while it works.
+    """
+    plan.meter.measure_on(engine.device)
     with meter.timed("forward_backward"):
+        local = shard(list(plan.windows), plan)
+        input_ids, position_ids, labels = (
+            to_device(x, engine.device) for x in (local.input_ids, local.position_ids, local.labels)
+        )
         loss_sum, loss_tokens = engine(
-            local.input_ids, position_ids=local.position_ids, labels=local.labels, plan=plan
+            input_ids, position_ids=position_ids, labels=labels, plan=plan
         )
         assert loss_sum.dtype == torch.float32, f"the loss is summed in fp32, not {loss_sum.dtype}"
         engine.backward(loss_sum * scale, scale_wrt_gas=False)
     meter.add_micro_batch(
         loss_sum=loss_sum,
         loss_tokens=loss_tokens,
-        tokens=int((local.doc_ids != PADDING).sum()),
+        tokens=int((local.doc_ids.numpy() != PADDING).sum()),
         attention_pairs=plan.num_pairs,
-        bytes_sent=plan.meter.bytes_sent,
-        exchange_seconds=plan.meter.exchange_seconds,
-        attention_seconds=plan.meter.compute_seconds,
+        attention=plan.meter,
     )

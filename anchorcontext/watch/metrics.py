@@ -11,14 +11,15 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
+from ..parallel.meter import Meter, Stopwatch
 from .flops import ModelShape, training_flops
 
 
@@ -39,14 +40,14 @@ class LocalStep:
     bytes_predicted: int = 0
     """What the plans said it would be."""
     seconds: float = 0.0
-    """Wall-clock time of the whole step."""
+    """Wall-clock time of the whole step. Its parts are the device's time on a GPU, but for data."""
     seconds_data: float = 0.0
     """Waiting for windows and their plans."""
     seconds_exchange: float = 0.0
     """Waiting for keys, values and gradients to arrive in attention."""
     seconds_compute: float = 0.0
-    """Forward and backward without ``seconds_exchange``, until the losses are on the host; with
-    ZeRO 2 and 3 gradients are reduced in it."""
+    """Forward and backward without ``seconds_exchange``; with ZeRO 2 and 3 gradients are reduced in
+    it."""
     seconds_attention: float = 0.0
     """In the attention kernels: a part of ``seconds_compute``."""
     seconds_optimizer: float = 0.0
@@ -89,7 +90,7 @@ class StepRecord:
     """Largest of all ranks: allocated device memory, on CPU the resident set."""
     seconds: float
     """The slowest rank's, and the sum of data, exchange, compute, optimizer and other. These are
-    means over ranks; the device's work counts where the host waits for it."""
+    means over ranks."""
     seconds_data: float
     seconds_exchange: float
     seconds_compute: float
@@ -134,20 +135,20 @@ class StepMeter:
         self._started = time.perf_counter()
         self._loss_sum: torch.Tensor | float = 0.0
         self._loss_tokens: torch.Tensor | int = 0
-        self._counts = {"tokens": 0, "bytes_sent": 0, "bytes_predicted": 0}
+        self._counts = {"tokens": 0, "bytes_predicted": 0}
         self._attention_pairs = 0.0
-        self._seconds = dict.fromkeys(
-            ("data", "exchange", "attention", "forward_backward", "optimizer"), 0.0
-        )
+        self._attention: list[Meter] = []
+        self._parts = {
+            "data": Stopwatch(),  # no device takes part in it
+            "forward_backward": Stopwatch(self.device),
+            "optimizer": Stopwatch(self.device),
+        }
 
-    @contextmanager
-    def timed(self, part: Literal["data", "forward_backward", "optimizer"]) -> Iterator[None]:
-        """Count the time spent inside as ``part``."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds[part] += time.perf_counter() - started
+    def timed(
+        self, part: Literal["data", "forward_backward", "optimizer"]
+    ) -> AbstractContextManager[None]:
+        """Count the time spent inside as ``part``: the device's, but for data."""
+        return self._parts[part].running()
 
     def add_micro_batch(
         self,
@@ -156,20 +157,20 @@ class StepMeter:
         loss_tokens: torch.Tensor | int,
         tokens: int,
         attention_pairs: float = 0.0,
-        bytes_sent: int = 0,
-        exchange_seconds: float = 0.0,
-        attention_seconds: float = 0.0,
+        attention: Meter | None = None,
     ) -> None:
-        """Add one micro-batch's share; the fields are those of ``LocalStep``."""
+        """Add one micro-batch's share; the fields are those of ``LocalStep``.
+
+        ``attention`` is the meter of its plan, which is read in ``finish``.
+        """
         if isinstance(loss_sum, torch.Tensor):
             loss_sum = loss_sum.detach().to(torch.float64)
         self._loss_sum = self._loss_sum + loss_sum
         self._loss_tokens = self._loss_tokens + loss_tokens
         self._counts["tokens"] += tokens
         self._attention_pairs += attention_pairs
-        self._counts["bytes_sent"] += bytes_sent
-        self._seconds["exchange"] += exchange_seconds
-        self._seconds["attention"] += attention_seconds
+        if attention is not None:
+            self._attention.append(attention)
 
     def predict_bytes(self, count: int) -> None:
         """Note what the plans say that this rank will send."""
@@ -182,19 +183,19 @@ class StepMeter:
 
     def finish(self) -> LocalStep:
         """The step's share of this rank; waits for the device. ``start`` begins the next step."""
-        with self.timed("forward_backward"):
-            loss_sum, loss_tokens = float(self._loss_sum), int(self._loss_tokens)
-        compute = self._seconds["forward_backward"] - self._seconds["exchange"]
+        loss_sum, loss_tokens = float(self._loss_sum), int(self._loss_tokens)
+        exchange = sum(meter.exchange.seconds for meter in self._attention)
         return LocalStep(
             loss_sum=loss_sum,
             loss_tokens=loss_tokens,
             **self._counts,
+            bytes_sent=sum(meter.bytes_sent for meter in self._attention),
             attention_pairs=self._attention_pairs,
-            seconds_data=self._seconds["data"],
-            seconds_exchange=self._seconds["exchange"],
-            seconds_compute=max(compute, 0.0),
-            seconds_attention=self._seconds["attention"],
-            seconds_optimizer=self._seconds["optimizer"],
+            seconds_data=self._parts["data"].seconds,
+            seconds_exchange=exchange,
+            seconds_compute=max(self._parts["forward_backward"].seconds - exchange, 0.0),
+            seconds_attention=sum(meter.compute.seconds for meter in self._attention),
+            seconds_optimizer=self._parts["optimizer"].seconds,
             peak_memory_bytes=peak_memory_bytes(self.device),
             seconds=time.perf_counter() - self._started,
         )

@@ -10,6 +10,7 @@ from anchorcontext.config import save_config
 from anchorcontext.errors import UserError
 from anchorcontext.testing import run_distributed
 from anchorcontext.testing.configs import TINY_SCRATCH
+from anchorcontext.train.checkpoint import random_states, restore_random_states
 from anchorcontext.train.checkpoint_files import (
     WorldLayout,
     find_checkpoints,
@@ -246,6 +247,16 @@ def test_a_snapshot_is_a_copy_that_shares_what_was_shared(tmp_path):
     with pytest.raises(OSError, match=r"no-such-folder.*MiB are free there"):
         writer.write(tmp_path / "no-such-folder").result()
     writer.close()
+
+
+def test_what_a_cpu_saved_is_loaded_on_a_gpu(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *state: given.append(state))
+    states = random_states(torch.device("cpu"))
+    restore_random_states(states, torch.device("cuda", 1))
+    assert given == []
+    restore_random_states(states | {"cuda": "state"}, torch.device("cuda", 1))
+    assert given == [("state", torch.device("cuda", 1))]
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):

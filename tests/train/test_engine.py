@@ -49,6 +49,12 @@ def test_the_optimiser_needs_no_compiler_except_for_offload(tiny):
     assert ours["zero_optimization"] == {"stage": 1, "offload_optimizer": pinned}
 
 
+def test_deepspeed_does_not_wait_for_the_device_to_measure_what_the_record_has(tiny):
+    assert not deepspeed_config(tiny(), 1, CUDA)["timers"]["throughput"]["enabled"]
+    wanted = tiny(deepspeed={"timers": {"throughput": {"enabled": True}}})
+    assert deepspeed_config(wanted, 1, CUDA)["timers"]["throughput"]["enabled"]
+
+
 def test_norms_and_biases_are_not_decayed():
     model = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4))
     model[0].bias.requires_grad_(False)

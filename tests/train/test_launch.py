@@ -1,9 +1,19 @@
 """What each launcher's variables mean, and what is refused."""
 
+import os
+
 import pytest
+import torch
+import torch.distributed as dist
 
 from anchorcontext.errors import UserError
-from anchorcontext.train.launch import first_host, read_launch_environment
+from anchorcontext.train.launch import (
+    LaunchEnvironment,
+    first_host,
+    gpu_index,
+    read_launch_environment,
+    start_process,
+)
 
 
 def test_no_launcher_is_a_world_of_one():
@@ -67,3 +77,29 @@ def test_first_host(nodelist, host):
 def test_incomplete_variables_are_named(environ, named):
     with pytest.raises(UserError, match=named):
         read_launch_environment(environ)
+
+
+def test_a_process_takes_its_own_gpu():
+    assert gpu_index(LaunchEnvironment(5, 8, 1, "torchrun"), visible=4) == 1
+    # srun --gpus-per-task=1: every task sees one, its own.
+    assert gpu_index(LaunchEnvironment(5, 8, 1, "srun"), visible=1) == 0
+    for launcher, local_rank, visible in (("torchrun", 1, 1), ("srun", 4, 4)):
+        with pytest.raises(UserError, match=rf"local rank {local_rank} has no GPU: .* {visible};"):
+            gpu_index(LaunchEnvironment(5, 8, local_rank, launcher), visible)
+
+
+def test_nccl_is_told_the_device_before_anything_is_allocated(monkeypatch):
+    calls = []
+    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
+    monkeypatch.setattr(
+        dist, "init_process_group", lambda backend, **given: calls.append((backend, given))
+    )
+    assert start_process().device == torch.device("cuda", 1)
+    (_, chosen), (backend, given) = calls
+    assert chosen == given["device_id"] == torch.device("cuda", 1)
+    assert backend == "nccl"

@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 
+from anchorcontext.parallel.meter import Meter, Stopwatch
 from anchorcontext.testing import run_distributed
 from anchorcontext.watch.flops import ModelShape, training_flops
 from anchorcontext.watch.metrics import (
@@ -16,6 +17,14 @@ from anchorcontext.watch.metrics import (
     make_record,
     peak_memory_bytes,
 )
+
+
+def measured(bytes_sent=0, exchange=0.0, compute=0.0):
+    """The meter of a plan that cost this much."""
+    meter = Meter()
+    meter.bytes_sent = bytes_sent
+    meter.exchange, meter.compute = Stopwatch(seconds=exchange), Stopwatch(seconds=compute)
+    return meter
 
 
 def record_of(*ranks: LocalStep, **values):
@@ -81,14 +90,14 @@ def test_the_meter_takes_waiting_for_the_exchange_out_of_forward_and_backward():
     meter = StepMeter()
     with meter.timed("forward_backward"):
         time.sleep(0.02)
-    meter.add_micro_batch(loss_sum=1.0, loss_tokens=1, tokens=1, exchange_seconds=0.015)
+    meter.add_micro_batch(loss_sum=1.0, loss_tokens=1, tokens=1, attention=measured(exchange=0.015))
     local = meter.finish()
     assert 0.005 <= local.seconds_compute <= local.seconds - 0.015
 
 
 def test_predicted_bytes_stand_beside_those_counted():
     meter = StepMeter()
-    meter.add_micro_batch(loss_sum=1.0, loss_tokens=1, tokens=1, bytes_sent=7)
+    meter.add_micro_batch(loss_sum=1.0, loss_tokens=1, tokens=1, attention=measured(bytes_sent=7))
     meter.predict_bytes(6)
     record = record_of(meter.finish(), LocalStep(bytes_sent=1, bytes_predicted=1))
     assert (record.bytes_sent, record.bytes_predicted) == (8, 7)
@@ -116,9 +125,7 @@ def test_the_meter_sums_micro_batches_and_starts_anew():
             loss_tokens=torch.tensor(2),
             tokens=3,
             attention_pairs=4,
-            bytes_sent=5,
-            exchange_seconds=0.25,
-            attention_seconds=0.5,
+            attention=measured(bytes_sent=5, exchange=0.25, compute=0.5),
         )
     with meter.timed("optimizer"):
         pass
@@ -130,6 +137,54 @@ def test_the_meter_sums_micro_batches_and_starts_anew():
     assert local.peak_memory_bytes > 2**20
     meter.start()
     assert meter.finish().tokens == 0
+
+
+class Gpu:
+    """A clock of its own that runs while work is queued, and events on it."""
+
+    def __init__(self, monkeypatch):
+        self.seconds, self.waited = 0.0, 0
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing, "other events have no time"
+
+            def record(self):
+                self.at = gpu.seconds
+
+            def synchronize(self):
+                gpu.waited += 1
+
+            def elapsed_time(self, end):
+                return (end.at - self.at) * 1e3
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+
+
+def test_on_a_gpu_parts_of_a_step_are_its_own_time_and_nothing_waits_for_it(monkeypatch):
+    gpu, attention = Gpu(monkeypatch), Meter()
+    meter = StepMeter("cuda")
+    attention.measure_on("cuda")
+    with meter.timed("data"):
+        gpu.seconds += 100.0  # of the step before: the host reads windows meanwhile
+    for _ in range(2):
+        with meter.timed("forward_backward"):
+            gpu.seconds += 1.0
+            with attention.waiting():
+                gpu.seconds += 2.0
+            with attention.computing():
+                gpu.seconds += 4.0
+    with meter.timed("optimizer"):
+        gpu.seconds += 8.0
+    meter.add_micro_batch(loss_sum=1.0, loss_tokens=1, tokens=1, attention=attention)
+    assert gpu.waited == 0
+    local = meter.finish()
+    assert (local.seconds_exchange, local.seconds_attention) == (4.0, 8.0)
+    assert (local.seconds_compute, local.seconds_optimizer) == (10.0, 8.0)
+    assert local.seconds_data < 1.0
+    assert attention.exchange.seconds == 4.0, "reading twice counts once"
 
 
 def test_many_fp32_micro_batches_are_summed_in_fp64():
