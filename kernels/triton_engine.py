@@ -7,7 +7,9 @@ tests. Work lists are made and sent to the device once per tile list; no call wa
 
 The same call with the same block sizes gives the same bits every time: no atomics, and all sums in
 a fixed order. Tuning measures time, so it may choose otherwise in another process; under
-``torch.use_deterministic_algorithms`` and with ``autotune=False`` the table's sizes are kept.
+``torch.use_deterministic_algorithms``, with ``autotune=False`` and for exact tile lists the table's
+sizes are kept. A row of an exact list walks over its document's keys in steps counted from their
+first, masked throughout: the same operations in the same order, whatever rows share its block.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class TritonEngine:
     """
 
     name = "triton"
-    exact = False
+    exact = True
     takes_anchors = True
     takes_rotation = True
     auto_devices = ("cuda",)
@@ -95,7 +97,7 @@ class TritonEngine:
         """
         _check(q, scale, rotation)
         call = Call(q, k, v, tiles, scale, anchors, rotation, self.precision)
-        call.forward(state, self._config("forward", q, rotation))
+        call.forward(state, self._config("forward", q, rotation, tiles.exact))
 
     def backward(
         self,
@@ -132,13 +134,15 @@ class TritonEngine:
         call.dq(dout, delta, lse2, ds0, dq, self._config("dq", q, rotation))
         call.dkdv(dout, delta, lse2, dk, dv, self._config("dkdv", q, rotation))
 
-    def _config(self, kernel: str, q: torch.Tensor, rotation: Rotation | None) -> Config:
+    def _config(
+        self, kernel: str, q: torch.Tensor, rotation: Rotation | None, exact: bool = False
+    ) -> Config:
         if q.device.type == "cpu":
             return triton_config.INTERPRETER
         rope, head_dim = rotation is not None, q.shape[-1]
         capability = torch.cuda.get_device_capability(q.device)
         options = triton_config.candidates(kernel, head_dim, q.dtype, rope, capability)
-        fixed = not self.autotune or torch.are_deterministic_algorithms_enabled()
+        fixed = exact or not self.autotune or torch.are_deterministic_algorithms_enabled()
         if fixed or len(options) == 1 or torch.cuda.is_current_stream_capturing():
             return options[0]
         key = (kernel, str(q.device), head_dim, q.dtype, rope, self.precision)

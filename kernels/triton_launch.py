@@ -59,7 +59,7 @@ class Call:
         """Merge tiles and anchors into ``state``."""
         from .triton_forward import forward_kernel
 
-        work = self._query_work(config)
+        work = self._query_work(config, exact=self.tiles.exact)
         self._launch(
             forward_kernel, self.num_heads * work.num_blocks, config,
             self.q, self.k, self.v, state.out, state.lse,
@@ -189,17 +189,18 @@ class Call:
         d_anchors[:, 0] += dk0
         d_anchors[:, 1] += dv0
 
-    def _query_work(self, config: Config) -> _DeviceWork:
+    def _query_work(self, config: Config, exact: bool = False) -> _DeviceWork:
         num_rows = len(self.q)
 
         def make() -> _DeviceWork:
             anchored = np.zeros(num_rows, dtype=bool)
             for _, start, stop in self._queries.tolist():
                 anchored[start:stop] = True
-            work = query_work(self.tiles, num_rows, config.block_m, config.block_n, anchored)
+            blocks = config.block_m, config.block_n
+            work = query_work(self.tiles, num_rows, *blocks, anchored, exact)
             return _DeviceWork.of(work, self.q.device)
 
-        return self._cached(("queries", num_rows, config[:2], id(self._queries)), make)
+        return self._cached(("queries", num_rows, config[:2], exact, id(self._queries)), make)
 
     def _key_work(self, config: Config) -> _DeviceWork:
         def make() -> _DeviceWork:

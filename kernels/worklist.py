@@ -59,6 +59,7 @@ def query_work(
     block_rows: int,
     step: int,
     anchored: np.ndarray | None = None,
+    exact: bool = False,
 ) -> WorkList:
     """Query blocks and the key intervals that each walks over.
 
@@ -68,6 +69,8 @@ def query_work(
         block_rows: query rows of a program.
         step: key rows of an iteration.
         anchored: bool (N,): rows that see an anchor; their blocks are listed even without a tile.
+        exact: walk over the keys of each tile from its first on, apart from other tiles and masked
+            all the way, so that a row meets the same operations whatever rows share its block.
     """
     q_start, q_stop, k_start, k_stop, causal = tiles.array.T
     runs = np.stack(
@@ -81,7 +84,7 @@ def query_work(
         ],
         axis=1,
     )
-    return _work(runs, num_rows, block_rows, step, anchored)
+    return _work(runs, num_rows, block_rows, step, anchored, apart=exact)
 
 
 def key_work(tiles: Tiles, num_rows: int, block_rows: int, step: int) -> WorkList:
@@ -98,7 +101,7 @@ def key_work(tiles: Tiles, num_rows: int, block_rows: int, step: int) -> WorkLis
         ],
         axis=1,
     )
-    return _work(runs, num_rows, block_rows, step, None)
+    return _work(runs, num_rows, block_rows, step, None, apart=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,9 +141,16 @@ def anchor_work(
 
 
 def _work(
-    runs: np.ndarray, num_rows: int, block_rows: int, step: int, listed: np.ndarray | None
+    runs: np.ndarray,
+    num_rows: int,
+    block_rows: int,
+    step: int,
+    listed: np.ndarray | None,
+    *,
+    apart: bool,
 ) -> WorkList:
-    """``runs`` int64 (T, 6): own rows ``start:stop``, then a, b, c, d of the module docstring."""
+    """``runs`` int64 (T, 6): own rows ``start:stop``, then a, b, c, d of the module docstring;
+    ``apart``: every run of a block is an item of its own, without a part that is seen in full."""
     pieces, block = _cut(runs, block_rows)
     first, last = pieces[:, 0], pieces[:, 1] - 1
     lo_first, lo_last = _low(pieces, first), _low(pieces, last)
@@ -149,7 +159,10 @@ def _work(
     # leave no gap of a whole step.
     new = np.ones(len(pieces), dtype=bool)
     new[1:] = (
-        (block[1:] != block[:-1]) | (first[1:] <= last[:-1]) | (lo_first[1:] - hi_last[:-1] >= step)
+        apart
+        | (block[1:] != block[:-1])
+        | (first[1:] <= last[:-1])
+        | (lo_first[1:] - hi_last[:-1] >= step)
     )
     item = np.cumsum(new) - 1
     at = np.flatnonzero(new)
@@ -160,7 +173,7 @@ def _work(
     rows_there = np.minimum(block_rows, num_rows - item_block * block_rows)
     full_start = start + -(-(_reduce(np.maximum, lo_last, at) - start) // step) * step
     full_steps = (_reduce(np.minimum, hi_first, at) - full_start) // step
-    full = (rows_covered == rows_there) & (full_steps > 0)
+    full = (rows_covered == rows_there) & (full_steps > 0) & (not apart)
     full_start = np.where(full, full_start, start)
     full_stop = full_start + np.where(full, full_steps * step, 0)
 

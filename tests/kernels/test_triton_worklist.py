@@ -67,6 +67,19 @@ def test_random_tiles(data, oracle):
     check(tiles, oracle.visible(tiles, 62, 62), *blocks)
 
 
+def test_rows_of_an_exact_list_walk_in_steps_from_the_first_key_of_their_tile(oracle):
+    tiles = Tiles([(0, 30, 5, 60, 1), (30, 34, 60, 64, 1), (40, 75, 64, 130, 1)], exact=True)
+    work = query_work(tiles, 80, 16, 8, exact=True)
+    seen = oracle.visible(tiles.array, 80, 130)
+    assert torch.equal(covered(work, 80, 130), seen.long())
+    assert set(work.items[:, 0].tolist()) == {5, 60, 64}
+    assert (work.items[:, 1] == work.items[:, 2]).all(), "nothing is computed without a mask"
+    for first, item_start, item_stop, _ in work.blocks.tolist():
+        for limits in work.limits[item_start:item_stop]:
+            rows = first + np.flatnonzero(limits[1] > limits[0])
+            assert sum(bool(((a <= rows) & (rows < b)).any()) for a, b, *_ in tiles.array) == 1
+
+
 def test_small_documents_share_steps():
     """128 documents of 8 tokens: 8 blocks of 128 rows that walk over 128 keys, not 128 walks."""
     tiles = Tiles([(a, a + 8, a, a + 8, 1) for a in range(0, 1024, 8)])

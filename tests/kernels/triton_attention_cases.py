@@ -7,6 +7,7 @@ up to twice those of rounding to nearest.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -289,6 +290,37 @@ def test_a_plan_gives_the_result_of_the_reference(unrotated, oracle):
         results.append((out.detach(), q.grad, k.grad, v.grad))
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_rows_have_the_same_bits_however_a_document_is_cut(dtype, oracle):
+    """Queries of a document together, and in pieces at other rows, between rows of others; the
+    keys at another place. All see the anchor."""
+    length, cuts = 75, [0, 5, 22, 61, 75]
+    x = oracle.inputs(length, length, (2, 1), dtype, 16)
+    anchor = oracle.inputs(1, 2, (1, 1), dtype, 16, seed=1).k[None]
+    found = []
+    for edges, gap, k_start in ((cuts[::4], 3, 0), (cuts, 7, 9)):
+        tiles = [(1, 3, 0, 2 + k_start, 1)]  # another document's, on the same rows of a block
+        for first, stop in pairwise(edges):
+            row = tiles[-1][1] + gap
+            tiles.append((row, row + stop - first, k_start, k_start + stop, 1))
+        held = torch.cat([torch.arange(a, b) for a, b, *_ in tiles[1:]])
+        q = torch.zeros(tiles[-1][1] + 2, *x.q.shape[1:], dtype=dtype)
+        k, v = (torch.zeros(k_start + length + 2, 1, 16, dtype=dtype) for _ in range(2))
+        q[held], k[k_start : k_start + length], v[k_start : k_start + length] = x.q, x.k, x.v
+        queries = np.array([[0, a, b] for a, b, *_ in tiles[1:]])
+        state = SoftmaxState.empty(q)
+        engine = get_engine("triton", device=q.device, dtype=dtype, exact=True)
+        forward_with_anchors_(
+            engine, q, k, v, Tiles(tiles, exact=True), SCALE, state, AnchorKeys(anchor, queries)
+        )
+        found.append((state.out[held], state.lse[held]))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    x.anchors = AnchorKeys(anchor, np.array([[0, 0, length]]))
+    expected = expect(oracle, x, [(0, length, 0, length, 1)])
+    for a, b in zip(found[0], (expected.out, expected.lse), strict=True):
+        assert (a - b).norm() <= RELATIVE_ERROR[dtype] * b.norm()
 
 
 def test_work_is_listed_once_per_tile_list(oracle):

@@ -86,7 +86,8 @@ class AttentionSection(Section):
 
     exact: bool = False
     """Give logits the same bits on any number of ranks, one included, for keys that travel by
-    gather or ulysses; a little slower."""
+    gather or ulysses; a little slower. On GPUs, where engine ``triton`` serves it, so much holds of
+    attention."""
 
     engine: Literal["auto", "flash_attn", "varlen", "cpu", "triton", "flex", "reference"] = "auto"
     """Which kernel computes the tiles on one device; ``auto`` takes the best that serves it."""
