@@ -109,7 +109,7 @@ def kernels(
 def numerics(
     lengths: tuple[int, ...], heads: str, head_dim: int, threads: int, markdown: Path | None
 ) -> Outcome:
-    """Error of every engine against fp64: output, LSE and gradients, in fp32 and bf16.
+    """Error of every engine against fp64: output, LSE and gradients, in fp32, bf16, fp16.
 
     Default: windows of 1,024, 4,096, 16,384 and 65,536 tokens.
     """
@@ -132,7 +132,7 @@ def numerics(
     results = list(
         bench_numerics(
             lengths=lengths,
-            dtypes=[torch.float32, torch.bfloat16],
+            dtypes=[torch.float32, torch.bfloat16, torch.float16],
             device=device,
             heads=parse_heads(heads),
             head_dim=head_dim,
