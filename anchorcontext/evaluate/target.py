@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import tempfile
@@ -22,13 +21,11 @@ from ..train.checkpoint_files import (
     find_checkpoint,
     find_checkpoints,
 )
+from ..weights import folder_digest, weights_digest
 from ..words import counted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt")
-SAMPLED_BLOCKS, BLOCK_BYTES = 64, 1 << 16
 
 
 @dataclass(frozen=True)
@@ -63,22 +60,12 @@ class Target:
         return int(limit) if limit else None
 
     def digest(self) -> str:
-        """A fingerprint of the weights: config or manifest whole, of each file of weights its size
-        and 64 blocks spread over it. (Manifests have no checksums of torch's archives.)"""
-        hasher = hashlib.blake2b(digest_size=16)
+        """A fingerprint of the weights. (Of a checkpoint's files too: its manifest has no checksums
+        of torch's archives.)"""
         if self.is_checkpoint:
-            described, files = self.path / MANIFEST, self.path.rglob("*.pt")
-        else:
-            described, files = self.hf / "config.json", self.path.iterdir()
-        for file in sorted(path for path in files if path.suffix in WEIGHT_SUFFIXES):
-            size = file.stat().st_size
-            hasher.update(f"{file.relative_to(self.path)} {size}".encode())
-            with file.open("rb") as handle:
-                for block in range(SAMPLED_BLOCKS):
-                    handle.seek(block * size // SAMPLED_BLOCKS)
-                    hasher.update(handle.read(BLOCK_BYTES))
-        hasher.update(described.read_bytes())
-        return hasher.hexdigest()
+            files = self.path.rglob("*.pt")
+            return weights_digest(self.path, files, described=self.path / MANIFEST)
+        return folder_digest(self.path)
 
     @contextmanager
     def folder(self) -> Iterator[Path]:

@@ -25,7 +25,7 @@ A diagnosis is a folder: settings, what is measured, and its sheet.
 
 from .difference import SUMS, LayerDifferences, attention_differences, attention_rows
 from .measures import FORMS, WEIGHTS, Deviation, DeviationSum, column_bins, rows_of
-from .models import DTYPES, Setting, lab_model, model_digest, read_config
+from .models import DTYPES, Setting, lab_model, read_config
 from .rotary import ExactRotary, Rotary, exact_norms
 from .walk import LayerAttention, LayerStates, Variant, check_walkable, walk
 from .workers import Workers
@@ -51,7 +51,6 @@ __all__ = [
     "column_bins",
     "exact_norms",
     "lab_model",
-    "model_digest",
     "read_config",
     "rows_of",
     "walk",

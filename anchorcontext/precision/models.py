@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
@@ -27,7 +24,6 @@ DTYPES = {
     "fp16": torch.float16,
 }
 WEIGHTS = ("pretrained", "random")
-_EDGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -110,20 +106,6 @@ def lab_model(
             stack.enter_context(exact_norms(model))
             rotary = ExactRotary(model.config)
         yield model, rotary
-
-
-def model_digest(path: str) -> str:
-    """A fingerprint of the model folder: its config, and names, sizes and ends of its weights."""
-    digest = hashlib.blake2b(digest_size=16)
-    folder = Path(path)
-    for file in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
-        size = file.stat().st_size
-        digest.update(json.dumps([file.name, size]).encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(_EDGE_BYTES))
-            stream.seek(max(size - _EDGE_BYTES, 0))
-            digest.update(stream.read())
-    return digest.hexdigest()
 
 
 def _section(path: str, longest: int) -> ModelSection:

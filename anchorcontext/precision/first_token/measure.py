@@ -19,10 +19,11 @@ from transformers import PreTrainedModel
 
 from ...data.tokenizer import load_tokenizer
 from ...errors import UserError
+from ...weights import folder_digest
 from ..checks import at_least, check_reach
 from ..difference import attention_differences
 from ..measures import FORMS, WEIGHTS, Deviation, DeviationSum, column_bins, rows_of
-from ..models import Setting, lab_model, model_digest, read_config
+from ..models import Setting, lab_model, read_config
 from ..rotary import Rotary
 from ..texts import Text, corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
@@ -111,7 +112,7 @@ def check_first_token_settings(settings: FirstTokenSettings) -> FirstTokenSettin
 
 def first_token_units(settings: FirstTokenSettings) -> list[Unit]:
     """Every arm of every setting, text by text."""
-    digest = model_digest(settings.model)
+    digest = folder_digest(settings.model)
     texts = corpus_digest(settings.model, settings.source)
     return [
         Unit(

@@ -22,8 +22,9 @@ from ...errors import UserError
 from ...model import TrainModel
 from ...model.load import build_model
 from ...model.rope import cast_parameters
+from ...weights import folder_digest
 from ..checks import at_least, check_reach
-from ..models import model_digest, read_config
+from ..models import read_config
 from ..texts import corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
 from .compare import Apart, TextGradients, compare, text_gradients
@@ -144,7 +145,7 @@ def check_gradient_settings(settings: GradientSettings) -> GradientSettings:
 
 def gradient_units(settings: GradientSettings) -> list[Unit]:
     """Every arm, text by text."""
-    digest = model_digest(settings.model)
+    digest = folder_digest(settings.model)
     texts = corpus_digest(settings.model, settings.source)
     return [
         Unit(

@@ -20,8 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UserError
 from ...model.rope import expected_inv_freq
+from ...weights import folder_digest
 from ..checks import at_least
-from ..models import Setting, lab_model, model_digest, read_config
+from ..models import Setting, lab_model, read_config
 from ..rotary import Rotary
 from ..texts import Text, corpus_digest, read_texts
 from ..units import Progress, Tell, Unit, UnitStore
@@ -169,7 +170,7 @@ def rope_units(settings: RopeSettings) -> list[Unit]:
 
 def _layer_facts(settings: RopeSettings) -> Iterator[dict[str, Any]]:
     """What decides the numbers of each layer, whatever the stack."""
-    digest = model_digest(settings.model)
+    digest = folder_digest(settings.model)
     texts = corpus_digest(settings.model, settings.source)
     for source in settings.sources:
         synthetic = source == NORMAL

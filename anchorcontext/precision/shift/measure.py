@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ...weights import folder_digest
 from ..difference import Scores, attention_differences
 from ..measures import Deviation, DeviationSum
-from ..models import lab_model, model_digest
+from ..models import lab_model
 from ..rotary import Rotary
 from ..texts import Text, read_texts
 from ..units import Progress, Tell, made_by
@@ -79,7 +80,7 @@ def run_shift(
 
 def missing_units(settings: ShiftSettings, store: ResultStore) -> Iterator[WalkUnit]:
     """What has no stored result, text by text."""
-    digest = model_digest(settings.model)
+    digest = folder_digest(settings.model)
     texts = read_texts(
         settings.model,
         settings.texts,
@@ -163,7 +164,7 @@ def stored_results(settings: ShiftSettings, out: Path) -> dict[Walk, list[WalkRe
 
     A kind of which no text is complete is left out.
     """
-    store, digest = ResultStore(out), model_digest(settings.model)
+    store, digest = ResultStore(out), folder_digest(settings.model)
     found: dict[Walk, list[WalkResult]] = {}
     for kind in KINDS:
         paths = {
