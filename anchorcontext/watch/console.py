@@ -12,6 +12,7 @@ from typing import Any, TextIO
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
+from ..words import duration
 from .metrics import StepRecord
 
 _RECENT_STEPS = 20
@@ -108,12 +109,3 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g}{unit}"
     return f"{number:.3g}"
-
-
-def duration(seconds: float | None) -> str:
-    """``hours:minutes:seconds``; ``-`` for None."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.yaml_io import to_yaml
-from ..words import counted
-from .console import duration
+from ..words import counted, duration
 from .history import PARTS, PROBLEMS, RunHistory, local_time, read_run, seconds_of
 from .page import figures, page, table, tiles, write_page
 from .redact import redact

@@ -140,7 +140,7 @@ def test_progress_tells_what_is_left_by_tokens():
     progress = Progress([1000, 1000, 2000], said.append)
     progress.skip(1000)
     progress.step(1000, "m: t @ 1,000", unit(seconds=90.0))
-    assert said == ["[2/3] m: t @ 1,000: 50.00 in 1 min 30 s; about 3 min 00 s to go"]
+    assert said == ["[2/3] m: t @ 1,000: 50.00 in 0:01:30, about 0:03:00 left"]
 
 
 def test_versions_leave_out_what_is_not_installed(monkeypatch):

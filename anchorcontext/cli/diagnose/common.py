@@ -13,6 +13,7 @@ import click
 
 from anchorcontext.cli.common import echo, echo_table, is_main_rank
 from anchorcontext.errors import UserError
+from anchorcontext.words import duration, time_left
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -205,8 +206,8 @@ def progress_bar() -> Iterator[Callable[[Step], None]]:
         bar.update(task, description=step.name, completed=step.done, total=step.total)
         if step.stored and not console.is_terminal:
             elapsed = time.monotonic() - start
-            left = elapsed * (step.total / step.done - 1)
-            echo(f"{step.name} stored after {elapsed / 60:.1f} min, about {left / 60:.0f} min left")
+            left = time_left(elapsed, step.done, step.total)
+            echo(f"{step.name} stored after {duration(elapsed)}, {left}")
 
     with bar:
         yield tell

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ...words import duration, time_left
 from .units import UnitResult
 
 Say = Callable[[str], None]
@@ -27,14 +28,9 @@ class Progress:
         self.skip(work)
         self.seconds += result.seconds
         self.worked += work
-        rest = self.left * self.seconds / self.worked
-        ahead = f"; about {_clock(rest)} to go" if self.done < self.units else ""
+        rest = time_left(self.seconds, self.worked, self.worked + self.left)
+        ahead = f", {rest}" if self.done < self.units else ""
         self.say(
             f"[{self.done}/{self.units}] {label}: {result.score:.2f} in "
-            f"{_clock(result.seconds)}{ahead}"
+            f"{duration(result.seconds)}{ahead}"
         )
-
-
-def _clock(seconds: float) -> str:
-    whole = round(seconds)
-    return f"{whole} s" if whole < 60 else f"{whole // 60} min {whole % 60:02d} s"
