@@ -1,7 +1,8 @@
 """The CPU engine: torch's flash attention operator for CPUs, and a kernel of ours for short tiles.
 
 Tiles of up to 1,024 queries and keys go to :mod:`.cpu_short`, where a C compiler is at hand and
-dtypes are fp32 or bf16. All else is the operator's, and forward of exact lists.
+dtypes are fp32 or bf16; of exact lists the first 1,024 tokens of every document. All else is the
+operator's.
 
 The operator (``aten::_scaled_dot_product_flash_attention_for_cpu``) takes (B, H, S, D) views of any
 stride, reads key heads natively under GQA, returns the LSE and never holds a score matrix. Three
@@ -59,14 +60,12 @@ class CpuEngine:
         state: SoftmaxState,
     ) -> None:
         """Merge the tiles' attention into ``state``, in place."""
-        if tiles.exact:
-            _forward_calls(q, k, v, exact_calls(tiles), scale, state)
-            return
         if cpu_library.why_not(q, k, v) is None:
             short, tiles = cpu_short.split(tiles)
             if short is not None:
                 cpu_short.forward(q, k, v, short, scale, state)
-        _forward_calls(q, k, v, calls(tiles), scale, state)
+        made = exact_calls(tiles) if tiles.exact else calls(tiles)
+        _forward_calls(q, k, v, made, scale, state)
 
     def backward(
         self,

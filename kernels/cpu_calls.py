@@ -30,7 +30,8 @@ BATCHED_TILE_ROWS = 256
 BATCH_ROWS = 4096
 
 # Where exact tile lists cut a document: blocks grow with the position, so that a short document
-# fills most of its last block; from 1024 rows on the operator is as fast as in one call.
+# (where `cpu_short` does not take it) fills most of its last block; from 1024 rows on the operator
+# is as fast as in one call.
 EXACT_EDGES = (0, 64, 128, 256, 512, 1024)
 EXACT_BLOCK = 1024
 

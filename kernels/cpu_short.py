@@ -85,13 +85,29 @@ class ShortTiles:
 
 
 def split(tiles: Tiles) -> tuple[ShortTiles | None, Tiles]:
-    """The tiles the kernel takes, and the others; made once per tile list."""
+    """The tiles the kernel takes, and the others; made once per tile list.
+
+    Of exact tiles it takes the first `MAX_ROWS` tokens of every document, however long: the bits of
+    a row do not depend on other rows, and on every rank the same rows come here.
+    """
     if "cpu short" not in tiles.cache:
-        a = tiles.array
+        a = _cut(tiles.array) if tiles.exact else tiles.array
         short = (a[:, 1] - a[:, 0] <= MAX_ROWS) & (a[:, 3] - a[:, 2] <= MAX_ROWS)
         taken = ShortTiles(np.ascontiguousarray(a[short])) if short.any() else None
-        tiles.cache["cpu short"] = taken, Tiles(a[~short])
+        tiles.cache["cpu short"] = taken, Tiles(a[~short], exact=tiles.exact)
     return tiles.cache["cpu short"]
+
+
+def _cut(array: np.ndarray) -> np.ndarray:
+    """Exact tiles cut behind the first `MAX_ROWS` tokens of their documents."""
+    q_start, q_stop, k_start, k_stop, causal = array.T
+    position = (k_stop - k_start) - (q_stop - q_start)  # of the first query in its document
+    q_cut = np.clip(q_start + MAX_ROWS - position, q_start, q_stop)
+    k_cut = np.minimum(k_stop, k_start + MAX_ROWS)
+    first = np.stack([q_start, q_cut, k_start, k_cut, causal], axis=1)
+    later = np.stack([q_cut, q_stop, k_start, k_stop, causal], axis=1)
+    parts = np.concatenate([first, later])
+    return parts[parts[:, 0] < parts[:, 1]]
 
 
 def forward(
