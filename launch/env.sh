@@ -19,6 +19,9 @@ export PYTORCH_CUDA_ALLOC_CONF="${PYTORCH_CUDA_ALLOC_CONF:-expandable_segments:T
 # not to end the process first with less to say.
 export TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="${TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC:-900}"
 
+# NCCL's own words on what failed.
+export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+
 # Flight recorder: each rank's last collectives, written on such a timeout to this prefix + rank;
 # torch's command `torchfrtrace` reads the files of all ranks and names the one that did not come.
 export TORCH_FR_BUFFER_SIZE="${TORCH_FR_BUFFER_SIZE:-2000}"

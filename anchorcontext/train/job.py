@@ -68,7 +68,7 @@ class Job:
             self.dataset = open_dataset(config)
             self.loader = build_loader(config, self.dataset, self.mesh)
         check_same_data(self.dataset, self.control)
-        check_links(self.process)
+        check_links(self.process, self.mesh)
         if preflight is not None:
             preflight(config, self.process, self.mesh, self.dataset)
         with self.control.together("building the model"):

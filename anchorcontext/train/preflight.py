@@ -115,8 +115,9 @@ def check_same_data(dataset: WindowDataset, control: Control) -> None:
         )
 
 
-def check_links(process: Process) -> None:
-    """One all-reduce over all ranks, and one message from each rank to the next one.
+def check_links(process: Process, mesh: Mesh) -> None:
+    """One all-reduce over all ranks, a message from each rank to the next one, and one to each of
+    its SP group: NCCL connects two ranks at their first message, which no step should wait for.
 
     Raises:
         RankError: a number did not arrive as it was sent.
@@ -126,19 +127,34 @@ def check_links(process: Process) -> None:
         return
     total = torch.full((1024,), float(rank + 1), device=process.device)
     dist.all_reduce(total)
-    sent = torch.full((1024,), float(rank), device=process.device)
-    received = torch.empty_like(sent)
     left, right = (rank - 1) % world_size, (rank + 1) % world_size
-    swaps = [dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, received, left)]
-    for work in dist.batch_isend_irecv(swaps):
-        work.wait()
+    received = [(left, _exchanged(process, [right], [left], None)[0])]
+    if mesh.sp_group is not None:
+        peers = [peer for peer in dist.get_process_group_ranks(mesh.sp_group) if peer != rank]
+        received += zip(peers, _exchanged(process, peers, peers, mesh.sp_group), strict=True)
     with process.control.together("exercising the links"):
         expected = world_size * (world_size + 1) / 2
         host = socket.gethostname()
         if not bool((total == expected).all()):
             raise RuntimeError(f"on {host} an all-reduce gave {total[0]} instead of {expected}")
-        if not bool((received == left).all()):
-            raise RuntimeError(f"on {host} a message of rank {left} arrived as {received[0]}")
+        for sender, values in received:
+            if not bool((values == sender).all()):
+                raise RuntimeError(f"on {host} a message of rank {sender} arrived as {values[0]}")
+
+
+def _exchanged(
+    process: Process, to: Sequence[int], of: Sequence[int], group: dist.ProcessGroup | None
+) -> list[torch.Tensor]:
+    """What the ranks ``of`` sent here, while this one sent its number ``to`` others."""
+    sent = torch.full((1024,), float(process.rank), device=process.device)
+    received = [torch.empty_like(sent) for _ in of]
+    operations = [dist.P2POp(dist.isend, sent, peer, group) for peer in to]
+    operations += [
+        dist.P2POp(dist.irecv, into, peer, group) for into, peer in zip(received, of, strict=True)
+    ]
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    return received
 
 
 def versions() -> dict[str, str]:

@@ -4,6 +4,7 @@ import dataclasses
 import os
 import re
 import socket
+from functools import partial
 
 import pytest
 
@@ -76,23 +77,28 @@ def test_other_windows_on_one_rank_are_refused(tiny):
     assert f"f00 on rank 1 ({HOST})" in text and "data.path" in text
 
 
-def lost_message(rank):
+def lost_message(rank, exchange):
+    """In rank 1 the messages of one exchange of the check arrive as something else."""
     if rank == 1:
-        own = preflight.dist.batch_isend_irecv
+        own, left = preflight.dist.batch_isend_irecv, [exchange]
 
         def spoiled(operations):
             works = own(operations)
             for work in works:
                 work.wait()
-            operations[1].tensor.fill_(7)
+            if left.pop() == 0:
+                operations[-1].tensor.fill_(7)
+            left.append(exchange - 1)
             return []
 
         preflight.dist.batch_isend_irecv = spoiled
 
 
-def test_a_message_that_arrives_wrong_stops_all(tiny):
+@pytest.mark.parametrize("exchange", [0, 1], ids=["with the next rank", "in the SP group"])
+def test_a_message_that_arrives_wrong_stops_all(tiny, exchange):
+    config = tiny(parallel={"sp": 2})
     with pytest.raises(RuntimeError, match=r"a message of rank 0 arrived as 7"):
-        run_distributed(build, 2, [tiny()], lost_message)
+        run_distributed(build, 2, [config], partial(lost_message, exchange=exchange))
 
 
 def private_folder(rank):
