@@ -15,6 +15,7 @@ from anchorcontext.kernels import Rotation
 
 from ..errors import UserError
 from ..plan import RingFlashAttnPlan
+from .pinned import to_device
 from .plan import Plan
 from .sharding import padded
 
@@ -40,7 +41,7 @@ def plan_rotations(plan: Plan, tables: Tables, device: torch.device) -> tuple[Ro
     )
     anchored = [w for w, window in enumerate(plan.windows) if window.mode.anchor]
     tokens = [*plan.data.key_tokens(plan.sp_rank), np.array(anchored, int) * plan.padded_length]
-    rows = torch.from_numpy(positions[np.concatenate(tokens)]).to(device)
+    rows = to_device(torch.from_numpy(positions[np.concatenate(tokens)]), device)
     cos, sin = (table.split([len(part) for part in tokens]) for table in tables(rows))
     return tuple(
         Rotation(cos[0], sin[0], *step, cos[-1], sin[-1])
