@@ -1,7 +1,7 @@
 """What every command shares: CONFIG and overrides, ``--json``, errors, output of rank 0 only.
 
-A command is one thin file ``cli/NAME.py`` (``-`` becomes ``_``) that defines ``command``, and one
-line in ``COMMANDS`` of ``cli/__init__.py``::
+A command is one thin file ``cli/NAME.py`` (``-`` becomes ``_``), or a folder where it has parts,
+that defines ``command``, and one line in ``COMMANDS`` of ``cli/__init__.py``::
 
     import click
     from anchorcontext.cli.common import Outcome, config_command, echo, echo_table
@@ -88,6 +88,25 @@ def plain_command(function: Callable[..., Any]) -> click.Command:
         help="Write what the command found to PATH as JSON.",
     )(call)
     return click.command(help=inspect.getdoc(function))(call)
+
+
+def option_group(name: str, **options: Callable[..., Any]) -> Callable[..., Any]:
+    """Options that belong together: a command gets their values as one dictionary called ``name``.
+
+    ``options``: decorators that ``click.option`` makes, by the names of their parameters.
+    """
+
+    def add(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(**values: Any) -> Any:
+            own = {key: values.pop(key) for key in options}
+            return function(**values, **{name: own})
+
+        for option in reversed(options.values()):
+            call = option(call)
+        return call
+
+    return add
 
 
 def run_command(body: Callable[[], Any], json_path: Path | None = None) -> int:

@@ -17,7 +17,15 @@ import pytest
 from click.testing import CliRunner
 
 from anchorcontext.cli import COMMANDS, common, group
-from anchorcontext.cli.common import Outcome, config_command, echo, run_command, to_jsonable
+from anchorcontext.cli.common import (
+    Outcome,
+    config_command,
+    echo,
+    option_group,
+    plain_command,
+    run_command,
+    to_jsonable,
+)
 from anchorcontext.config import Config
 from anchorcontext.errors import UserError
 
@@ -88,6 +96,25 @@ def test_overrides_and_options_mix_in_any_order(config_path: Path) -> None:
     result = CliRunner().invoke(command, [str(config_path), "--fail", "status", "train.steps=7"])
     assert result.output == "7 steps\n"
     assert result.exit_code == 1
+
+
+def test_a_group_of_options_arrives_as_one_dictionary_in_the_order_of_help() -> None:
+    size = option_group(
+        "size", wide=click.option("--wide", default=1), tall=click.option("--tall", default=2)
+    )
+    colours = option_group("colours", names=click.option("--colour", "names", multiple=True))
+
+    @plain_command
+    @click.option("--name", default="it")
+    @size
+    @colours
+    def paint(name: str, size: dict[str, int], colours: dict[str, Any]) -> None:
+        echo(f"{name} {size} {colours}")
+
+    result = CliRunner().invoke(paint, ["--tall", "5", "--colour", "red"])
+    assert result.output.strip() == "it {'wide': 1, 'tall': 5} {'names': ('red',)}"
+    names = [parameter.name for parameter in paint.params]
+    assert names == ["json_path", "name", "wide", "tall", "names"]
 
 
 def test_a_users_mistake_is_one_line_and_status_2(config_path: Path) -> None:

@@ -3,7 +3,7 @@
 import json
 from types import SimpleNamespace
 
-from anchorcontext.cli.evaluate import Part, write_results
+from anchorcontext.cli.evaluate.results import Part, write_results
 
 
 def test_a_kind_of_task_that_was_not_asked_for_keeps_its_scores(tmp_path):
