@@ -232,8 +232,8 @@ def activation_memory(
     chunks = 1 if chunk == tokens else 2
     head = FP32 * sizes.head_weights
     loss = FP32 * tokens * h + head + chunks * chunk * FP32 * sizes.vocab_size
-    if e == 2:  # a CPU multiplies in fp32; a GPU adds an fp32 product and casts the chunk
-        loss += head + (0 if on_cpu else e * chunk * sizes.vocab_size)
+    if e == 2:  # a CPU multiplies in fp32; a GPU casts the chunk
+        loss += head if on_cpu else e * chunk * sizes.vocab_size
     return ActivationMemory(
         stored=rotary + stored,
         last_norm=tokens * (FP32 * h + 2 * e * h + FP32),

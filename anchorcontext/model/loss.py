@@ -166,7 +166,9 @@ class _Product:
     def add_weight_(self, d_weight: torch.Tensor, d_logits: torch.Tensor, x: torch.Tensor) -> None:
         """Add d_logits.T (V, n) @ x (n, D) into d_weight."""
         if self._mixed:
-            d_weight += self._multiply(d_logits.t(), x)
+            # Added by the product itself: one of its own is as large as d_weight, 2 GB for LLaMA-3.
+            a, b = d_logits.to(self._weight.dtype).t(), x.to(self._weight.dtype)
+            torch.addmm(d_weight, a, b, out_dtype=self._accumulator, out=d_weight)
         else:
             d_weight.addmm_(d_logits.t(), x.to(self._accumulator))
 

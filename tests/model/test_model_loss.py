@@ -43,6 +43,38 @@ def test_value_and_gradients_equal_the_dense_ones(chunk, dtype, tolerance):
         assert (mine.double() - 3.7 * theirs).abs().max() <= 3.7 * tolerance * theirs.abs().max()
 
 
+def test_on_a_gpu_bf16_is_multiplied_as_it_is_into_fp32_sums(monkeypatch):
+    """A CPU has no such products: they are put in their place, with CUDA's rules for dtypes."""
+    into_sums = []
+
+    def mm(a, b, *, out_dtype):
+        assert a.dtype == b.dtype == torch.bfloat16 and out_dtype == torch.float32
+        return a.float() @ b.float()
+
+    def addmm(sums, a, b, *, out_dtype, out):
+        assert out is sums and sums.dtype == out_dtype
+        into_sums.append(sums.data_ptr())
+        return out.add_(mm(a, b, out_dtype=out_dtype))
+
+    class OnGpu(loss_module._Product):
+        def __init__(self, weight, accumulator):
+            super().__init__(weight, accumulator)
+            self._mixed, self._weight = True, weight
+
+    monkeypatch.setattr(loss_module, "_Product", OnGpu)
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(torch, "addmm", addmm)
+    hidden, weight, labels = problem(dtype=torch.bfloat16)
+    loss = linear_cross_entropy(hidden, weight, labels, 7)
+    loss.backward()
+    expected, d_hidden, d_weight = dense(hidden, weight, labels)
+    assert abs(loss.item() - expected) <= 1e-6 * expected
+    for mine, theirs in ((hidden.grad, d_hidden), (weight.grad, d_weight)):
+        assert (mine.double() - theirs).abs().max() <= 2**-7 * theirs.abs().max()
+    assert len(into_sums) == 6 and len(set(into_sums)) == 1, "every chunk into the same gradient"
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="comes with torch 2.13")
 def test_it_agrees_with_the_function_of_torch_in_fp32():
     hidden, weight, labels = problem()
     mine = linear_cross_entropy(hidden, weight, labels, 8)
