@@ -34,6 +34,7 @@ from anchorcontext.kernels import (
 
 from ..errors import UserError
 from ..plan import RingFlashAttnPlan, Step, Transfer, check_heads
+from ..words import counted
 from .keep import keep_result, recomputed_result
 from .plan import Plan
 from .ring_flash_attn import ring_flash_attention
@@ -279,8 +280,9 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, plan: Plan) -> Non
         )
     if (q.shape[0], q.shape[2]) != (plan.batch_size, plan.local_length):
         raise UserError(
-            f"{shapes}: the plan has {plan.batch_size} windows and {plan.local_length} tokens a "
-            "rank; call the model with the shard made from this plan"
+            f"{shapes}: the plan has {counted(plan.batch_size, 'window')} and "
+            f"{counted(plan.local_length, 'token')} a rank; call the model with the shard made "
+            "from this plan"
         )
     if len({x.dtype for x in (q, k, v)}) > 1 or len({x.device for x in (q, k, v)}) > 1:
         raise UserError(

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..errors import UserError
 from ..modes import IGNORE, PADDING
 from ..window import Window
+from ..words import counted
 from .plan import Plan
 
 _FILL = {"input_ids": 0, "labels": IGNORE, "doc_ids": PADDING}
@@ -43,8 +44,8 @@ def shard(
     batch = [windows] if isinstance(windows, Window) else list(windows)
     if len(batch) != plan.batch_size or not all(map(_same_documents, batch, plan.windows)):
         raise UserError(
-            f"{len(batch)} windows of {[w.num_tokens for w in batch]} tokens for a plan of "
-            f"{plan.batch_size} of {[w.num_tokens for w in plan.windows]}: number, mode and "
+            f"{counted(len(batch), 'window')} of {[w.num_tokens for w in batch]} tokens for a plan "
+            f"of {plan.batch_size} of {[w.num_tokens for w in plan.windows]}: number, mode and "
             "documents must be the plan's, which masks by them; shard the windows the plan was "
             "made for, or make a plan for these"
         )
