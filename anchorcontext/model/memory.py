@@ -53,7 +53,10 @@ def checkpoint_layers(
     offload = offload and torch.cuda.is_available()
     if keep:
         options["context_fn"] = partial(keep_attention, offload)
-    model.activation_checkpointing_enable(options, every_n_layers=every, offload=offload)
+    # transformers 5.17 has it under its older name only.
+    switch_on = getattr(model, "activation_checkpointing_enable", None)
+    switch_on = switch_on or model.gradient_checkpointing_enable
+    switch_on(options, every_n_layers=every, offload=offload)
 
 
 def chunk_mlps(model: PreTrainedModel, chunk_tokens: int) -> None:

@@ -21,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from ..config.sections import AttentionSection
 from ..model import TrainModel, enable
+from ..model.memory import checkpoint_layers
 from ..model.precision import set_precision
 from ..modes import IGNORE
 from ..parallel import make_plan, shard
@@ -156,9 +157,7 @@ class SingleDeviceBaseline:
         model = enable(copy_model(like, weights, dtype, device, attention=None))
         set_precision(model, attention.precision)
         # Recomputes the very same numbers; without it a long window does not fit.
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}
-        )
+        checkpoint_layers(model)
         self._train_model = TrainModel(model, chunk_tokens).train()
         self._attention = attention
         self._device = device

@@ -110,13 +110,12 @@ def train_step(rank, world, exchange, checkpointing, mode, dtype):
 
     from anchorcontext import enable, make_plan, shard
     from anchorcontext.model import TrainModel
+    from anchorcontext.model.memory import checkpoint_layers
     from anchorcontext.testing.models import tiny_llama
 
     model = enable(tiny_llama(dtype=getattr(torch, dtype)))
     if checkpointing:
-        model.activation_checkpointing_enable(
-            activation_checkpointing_kwargs={"use_reentrant": False}
-        )
+        checkpoint_layers(model)
     windows = make_windows(mode)
     plan = make_plan(windows, dist.group.WORLD, "auto", *exchange[:1], ulysses=exchange[1])
     local = shard(windows, plan)

@@ -5,6 +5,7 @@ import torch
 
 from anchorcontext import UserError, Window, enable, make_plan, shard, unshard
 from anchorcontext.model import TrainModel, linear_cross_entropy, probe_model
+from anchorcontext.model.memory import checkpoint_layers
 from anchorcontext.testing.models import stock_logits, stock_loss, tiny_llama, tiny_model
 
 MODES = ("full", "intra_doc", "intra_doc_reset", "anchor")
@@ -25,7 +26,7 @@ def planned_logits(model, windows, **arguments):
 
 
 def checkpointed(model):
-    model.activation_checkpointing_enable({"use_reentrant": False})
+    checkpoint_layers(model)
     return model
 
 

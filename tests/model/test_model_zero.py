@@ -49,6 +49,7 @@ def job(rank, world_size, cases):
 
     from anchorcontext import enable, make_plan, shard
     from anchorcontext.model import PREFIX, TrainModel, verify_rope
+    from anchorcontext.model.memory import checkpoint_layers
     from anchorcontext.testing.models import tiny_llama
     from anchorcontext.train.engine import without_compiled_operators
 
@@ -60,7 +61,7 @@ def job(rank, world_size, cases):
     results = []
     for stage, tied, dtype in cases:
         model = enable(tiny_llama(tie_word_embeddings=tied))
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        checkpoint_layers(model)
         table = model.model.rotary_emb.inv_freq.clone()
         config = {
             "train_micro_batch_size_per_gpu": 1,

@@ -156,6 +156,7 @@ def probe(rank, world, mode, layout):
     import torch.distributed as dist
 
     from anchorcontext import Window, enable, make_plan, shard, unshard
+    from anchorcontext.model.memory import checkpoint_layers
     from anchorcontext.testing.models import tiny_llama
 
     model = enable(tiny_llama())
@@ -165,7 +166,7 @@ def probe(rank, world, mode, layout):
     def logits(window, checkpointing, training):
         model.gradient_checkpointing_disable()
         if checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            checkpoint_layers(model)
         model.train(training)
         plan = make_plan(window, dist.group.WORLD, layout)
         local = shard(window, plan)
