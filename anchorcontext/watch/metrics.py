@@ -53,7 +53,9 @@ class LocalStep:
     seconds_optimizer: float = 0.0
     """Gradient reduction, clipping and the parameter update."""
     peak_memory_bytes: int = 0
-    """Since the process started."""
+    """Allocated on a GPU at most in the step; on a CPU resident since the process started."""
+    peak_reserved_bytes: int = 0
+    """What torch's allocator held for it at most, gaps included; 0 on a CPU."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,9 @@ class StepRecord:
     skipped: bool = False
     """True when the step was not applied; ``skip_reason`` says why."""
     skip_reason: str | None = None
+    peak_reserved_bytes: int = 0
+    """Largest of all ranks: what torch took of the device, which is more where memory is in pieces.
+    CUDA and NCCL take 1 to 3 GB beside it. 0 on CPU."""
     windows: tuple[int, ...] = ()
     """The ids of the windows trained on."""
 
@@ -132,6 +137,8 @@ class StepMeter:
 
     def start(self) -> None:
         """Forget everything and start the clock of the next step."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)  # no parity check, no evaluation
         self._started = time.perf_counter()
         self._loss_sum: torch.Tensor | float = 0.0
         self._loss_tokens: torch.Tensor | int = 0
@@ -197,6 +204,7 @@ class StepMeter:
             seconds_attention=sum(meter.compute.seconds for meter in self._attention),
             seconds_optimizer=self._parts["optimizer"].seconds,
             peak_memory_bytes=peak_memory_bytes(self.device),
+            peak_reserved_bytes=peak_reserved_bytes(self.device),
             seconds=time.perf_counter() - self._started,
         )
 
@@ -295,6 +303,7 @@ def make_record(
         bytes_predicted=sum(rank.bytes_predicted for rank in ranks),
         bytes_sent_max=max(rank.bytes_sent for rank in ranks),
         peak_memory_bytes=max(rank.peak_memory_bytes for rank in ranks),
+        peak_reserved_bytes=max(rank.peak_reserved_bytes for rank in ranks),
         seconds=seconds,
         **parts,
         seconds_attention=_mean([rank.seconds_attention for rank in ranks]),
@@ -308,7 +317,8 @@ def make_record(
 
 
 def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
-    """The most memory used so far: allocated on a CUDA device, resident of this process on CPU."""
+    """The most memory used: allocated on a CUDA device since the last reset (``StepMeter.start``),
+    resident of this process on CPU."""
     device = torch.device(device)
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
@@ -322,6 +332,12 @@ def peak_memory_bytes(device: torch.device | str = "cpu") -> int:
         pass
     usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return usage if sys.platform == "darwin" else usage * 1024
+
+
+def peak_reserved_bytes(device: torch.device | str = "cpu") -> int:
+    """The most that torch's allocator held of a CUDA device since the last reset; 0 on CPU."""
+    device = torch.device(device)
+    return int(torch.cuda.max_memory_reserved(device)) if device.type == "cuda" else 0
 
 
 def _exp(loss: float) -> float:

@@ -160,7 +160,16 @@ class Gpu:
                 return (end.at - self.at) * 1e3
 
         monkeypatch.setattr(torch.cuda, "Event", Event)
-        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 0)
+        self.used = {"allocated": 900, "reserved": 1000}  # of a parity check, before the step
+        for kind in self.used:
+            monkeypatch.setattr(
+                torch.cuda, f"max_memory_{kind}", lambda device, kind=kind: self.used[kind]
+            )
+        monkeypatch.setattr(
+            torch.cuda,
+            "reset_peak_memory_stats",
+            lambda device: self.used.update(allocated=70, reserved=80),
+        )
 
 
 def test_on_a_gpu_parts_of_a_step_are_its_own_time_and_nothing_waits_for_it(monkeypatch):
@@ -184,6 +193,7 @@ def test_on_a_gpu_parts_of_a_step_are_its_own_time_and_nothing_waits_for_it(monk
     assert (local.seconds_exchange, local.seconds_attention) == (4.0, 8.0)
     assert (local.seconds_compute, local.seconds_optimizer) == (10.0, 8.0)
     assert local.seconds_data < 1.0
+    assert (local.peak_memory_bytes, local.peak_reserved_bytes) == (70, 80)
     assert attention.exchange.seconds == 4.0, "reading twice counts once"
 
 
