@@ -6,11 +6,15 @@ they were; its time is in no step's seconds, and no guard watches it.
 
 from __future__ import annotations
 
+import logging
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..evaluate.live import build_measures
 from ..parity.check import check_logits
+from ..watch.sizes import sizes_of
 from .costs import plan_options
 
 if TYPE_CHECKING:
@@ -18,6 +22,11 @@ if TYPE_CHECKING:
     from ..watch.sinks import Sinks
     from .job import Job
     from .report import TrainReport
+
+
+logger = logging.getLogger(__name__)
+
+FP32, GIB = 4, 2**30
 
 
 class Observer:
@@ -60,8 +69,20 @@ class ParityChecks(Observer):
             self.check(step, "after the last step")
 
     def check(self, step: int, when: str) -> None:
-        """One check, noted as an event."""
+        """One check, noted as an event; left out where rank 0's GPU cannot hold the model whole."""
         job = self.job
+        # Not of one rank only: the check is collective.
+        needed, free = job.control.from_first((self._needed_bytes(), free_bytes(job.device)))
+        if free is not None and needed > free:
+            text = (
+                f"the logit check {when} is left out: one device has to hold all weights and a "
+                f"forward over a window, an estimated {needed / GIB:.1f} GiB, and rank 0's has "
+                f"{free / GIB:.1f} GiB free; parity.at_start=false and parity.at_end=false say so"
+            )
+            self.sinks.event("parity_left_out", step=step, text=text)
+            if job.control.rank == 0:
+                logger.warning("%s", text)
+            return
         found = check_logits(
             job.engine,
             job.peek_micro_batches(),
@@ -82,6 +103,25 @@ class ParityChecks(Observer):
             mean_logit_difference=logits.mean_abs,
         )
         found.raise_if_failed()
+
+    def _needed_bytes(self) -> int:
+        """Of the model and a forward over a window on one device, and of the fp32 heads."""
+        config, causal_lm = self.config, self.job.train_model.causal_lm
+        sizes, element = sizes_of(causal_lm), causal_lm.dtype.itemsize
+        heads = sizes.num_heads + 2 * sizes.num_kv_heads
+        width = 3 * (sizes.hidden_size + sizes.intermediate_size) + heads * sizes.head_dim
+        fp32 = 2 * sizes.hidden_size + sizes.num_heads * sizes.head_dim
+        window = config.data.window_tokens * (element * width + FP32 * fp32)
+        chunk = 2 * FP32 * config.loss.chunk_tokens * sizes.vocab_size
+        return sizes.parameters * element + 2 * FP32 * sizes.head_weights + window + chunk
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """What a GPU can still give, what torch holds unused included; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + unused
 
 
 class Evaluation(Observer):

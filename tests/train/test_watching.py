@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from anchorcontext.testing import run_distributed
+from anchorcontext.train import observers
 from anchorcontext.train.loop import train
 from anchorcontext.watch.jsonl import read_metrics
 
@@ -53,3 +54,26 @@ def test_a_run_and_its_resume_leave_traffic_seconds_a_trace_and_one_wandb_run(ti
     parts = sorted((folder / "wandb").glob("offline-run-*"))
     assert state["last_step"] == 3 and len(parts) == 2
     assert all(part.name.endswith(state["id"]) for part in parts)
+
+
+def trained_on_a_small_device(rank, world_size, config, free):
+    observers.free_bytes = lambda device: free if rank == 0 else 10**15
+    report = train(config)
+    return report.step, report.parity_checks
+
+
+def test_a_logit_check_that_rank_zero_has_no_room_for_is_left_out_and_said(tiny):
+    def run(name, free):
+        config = tiny(
+            run={"name": name},
+            train={"steps": 1, "windows_per_step": 2},
+            parity={"at_start": True, "at_end": False},
+        )
+        found = run_distributed(trained_on_a_small_device, 2, config, free)
+        return found, read_metrics(Path(config.run.output_dir) / name / "metrics.jsonl")[1]
+
+    found, events = run("small", 2**20)
+    assert found == [(1, 0), (1, 0)]
+    (left_out,) = [event for event in events if event["event"] == "parity_left_out"]
+    assert re.search(r"before the first step is left out.* 0\.0 GiB free", left_out["text"])
+    assert run("large", 2**26)[0] == [(1, 1), (1, 1)], "the model is small"
