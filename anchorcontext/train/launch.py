@@ -10,7 +10,7 @@ import logging
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -100,7 +100,9 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
     use_cuda = torch.cuda.is_available()
     device = torch.device("cpu")
     if use_cuda:
-        device = torch.device("cuda", gpu_index(launch, torch.cuda.device_count()))
+        # DeepSpeed takes LOCAL_RANK for the device's number, too.
+        launch = replace(launch, local_rank=gpu_index(launch, torch.cuda.device_count()))
+        device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     tell_deepspeed_the_accelerator()
     os.environ.update(launch.variables())

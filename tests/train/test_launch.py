@@ -88,18 +88,29 @@ def test_a_process_takes_its_own_gpu():
             gpu_index(LaunchEnvironment(5, 8, local_rank, launcher), visible)
 
 
-def test_nccl_is_told_the_device_before_anything_is_allocated(monkeypatch):
+def start_on_gpus(monkeypatch, visible, **environment):
+    """A process on a host that shows ``visible`` GPUs, and what it set up, in order."""
     calls = []
-    for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(os, "environ", {name: str(value) for name, value in environment.items()})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: calls.append(("set", device)))
     monkeypatch.setattr(
         dist, "init_process_group", lambda backend, **given: calls.append((backend, given))
     )
-    assert start_process().device == torch.device("cuda", 1)
+    return start_process(), calls
+
+
+def test_nccl_is_told_the_device_before_anything_is_allocated(monkeypatch):
+    process, calls = start_on_gpus(monkeypatch, visible=4, RANK=5, WORLD_SIZE=8, LOCAL_RANK=1)
     (_, chosen), (backend, given) = calls
-    assert chosen == given["device_id"] == torch.device("cuda", 1)
+    assert process.device == chosen == given["device_id"] == torch.device("cuda", 1)
     assert backend == "nccl"
+
+
+def test_deepspeed_takes_the_same_gpu_where_a_task_sees_its_own_only(monkeypatch):
+    slurm = {"STEP_ID": 0, "PROCID": 5, "LOCALID": 1, "STEP_NUM_TASKS": 8, "JOB_NODELIST": "n[1-2]"}
+    given = {f"SLURM_{name}": value for name, value in slurm.items()}
+    process, _ = start_on_gpus(monkeypatch, visible=1, **given)
+    assert process.device == torch.device("cuda", 0)
+    assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("5", "0")
