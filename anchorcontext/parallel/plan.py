@@ -17,6 +17,7 @@ from ..plan.cache import PLANS
 from ..window import Window
 from .mesh import group_device
 from .meter import Meter
+from .pinned import to_device
 from .ring_flash_attn import check_request
 from .transfer import Peers
 
@@ -97,7 +98,7 @@ class Plan:
         where the two orders are the same."""
         if device not in self._team_orders:
             order = _team_order(self.data)
-            self._team_orders[device] = None if order is None else order.to(device)
+            self._team_orders[device] = None if order is None else to_device(order, device)
         return self._team_orders[device]
 
     def predicted_bytes(
@@ -220,7 +221,7 @@ def _check_agreement(windows: list[Window], options: str, group: dist.ProcessGro
     )
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyone, mine, group=group)
-    reports = [report.tolist() for report in everyone]
+    reports = torch.stack(everyone).tolist()  # the host reads once
     for index, what in enumerate(("windows in the micro-batch", "tokens in the longest window")):
         values = [report[index] for report in reports]
         if len(set(values)) > 1:
