@@ -140,7 +140,7 @@ class SingleDeviceBaseline:
     Args:
         like, weights, dtype, device: as of :class:`StockBaseline`.
         chunk_tokens: of the chunked loss.
-        attention: the config's section; its engine and its precision are used.
+        attention: the config's section; its precision is used, and its engine for ``like``'s dtype.
     """
 
     name = "single device"
@@ -159,14 +159,16 @@ class SingleDeviceBaseline:
         # Recomputes the very same numbers; without it a long window does not fit.
         checkpoint_layers(model)
         self._train_model = TrainModel(model, chunk_tokens).train()
-        self._attention = attention
+        # The fp32 run that bf16 is judged by: flash attention has no fp32.
+        self._engine = attention.engine if dtype == like.dtype else "auto"
+        self._exact = attention.exact
         self._device = device
         self._gradients = _Gradients(model)
         self._head = head_weight(model)
 
     def run(self, window: Window, scale: float | None) -> BaselineRun:
         """See :class:`Baseline`."""
-        plan = make_plan(window, engine=self._attention.engine, exact=self._attention.exact)
+        plan = make_plan(window, engine=self._engine, exact=self._exact)
         local = shard(window, plan, self._device)
         with torch.set_grad_enabled(scale is not None), captured_hidden(self._train_model) as seen:
             loss, _ = self._train_model(local.input_ids, local.position_ids, local.labels, plan)

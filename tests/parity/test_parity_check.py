@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from anchorcontext.parity.baseline import exact_cross_entropy
+from anchorcontext import Window, make_plan
+from anchorcontext.config.sections import AttentionSection
+from anchorcontext.parity.baseline import SingleDeviceBaseline, exact_cross_entropy
 from anchorcontext.parity.check import check_logits, check_parity
 from anchorcontext.parity.ranks import on_rank_zero
 from anchorcontext.parity.report import ParityError
 from anchorcontext.testing import run_distributed
+from anchorcontext.testing.models import tiny_model
 from anchorcontext.train.consolidate import gather_state_dict
 from anchorcontext.train.control import Control
 from anchorcontext.train.job import Job
@@ -198,3 +201,18 @@ def test_exact_cross_entropy_against_autograd(rows, monkeypatch):
     assert loss == pytest.approx(float(expected.detach()), rel=1e-12)
     torch.testing.assert_close(gradient, wide.grad.float())
     assert exact_cross_entropy(logits, labels, None)[1] is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "engine"), [(torch.bfloat16, "reference"), (torch.float32, "cpu")]
+)
+def test_the_engine_asked_for_need_not_have_the_dtype_of_the_judge(dtype, engine):
+    """Engines of flash attention serve bf16 alone; ``auto`` is ``cpu`` here."""
+    model = tiny_model(dtype=torch.bfloat16)
+    section = AttentionSection(engine="reference")
+    cpu, weights = torch.device("cpu"), model.state_dict()
+    baseline = SingleDeviceBaseline(model, weights, dtype, cpu, 16, section)
+    with mock.patch("anchorcontext.parity.baseline.make_plan", wraps=make_plan) as planned:
+        baseline.run(Window.from_documents([range(9)], mode="full"), None)
+        plan = make_plan(Window.from_documents([range(9)], mode="full"), **planned.call_args.kwargs)
+    assert plan.engine(cpu, dtype).name == engine
