@@ -21,7 +21,13 @@ fi
 # shellcheck source=launch/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 
-gpus() { { nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l; }
+gpus() { # nvidia-smi shows those, too, that CUDA_VISIBLE_DEVICES hides
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then
+        tr , '\n' <<< "$CUDA_VISIBLE_DEVICES" | grep -c . || true
+    else
+        { nvidia-smi --list-gpus 2>/dev/null || true; } | wc -l
+    fi
+}
 RANKS="${RANKS:-$(gpus)}"
 NODES="${NODES:-1}"
 # Without an active environment the checkout's own is taken.

@@ -1,6 +1,8 @@
 """What each launcher's variables mean, and what is refused."""
 
 import os
+import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +116,18 @@ def test_deepspeed_takes_the_same_gpu_where_a_task_sees_its_own_only(monkeypatch
     process, _ = start_on_gpus(monkeypatch, visible=1, **given)
     assert process.device == torch.device("cuda", 0)
     assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("5", "0")
+
+
+@pytest.mark.parametrize(("visible", "ranks"), [("3,5", 2), ("", 1), (None, 4)])
+def test_torchrun_starts_a_rank_for_each_gpu_that_is_not_hidden(tmp_path, visible, ranks):
+    scripts = {"nvidia-smi": "printf 'GPU %s\\n' 0 1 2 3", "torchrun": 'echo "$@"'}
+    for name, line in scripts.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    if visible is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = visible
+    script = Path(__file__).parents[2] / "launch" / "torchrun.sh"
+    command = ["bash", script, "train", "config.yaml"]
+    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert f"--nproc-per-node {ranks} " in said.stdout
