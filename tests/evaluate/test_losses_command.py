@@ -1,6 +1,7 @@
 """`evaluate --tasks loss-by-position`: a folder or a run, one process or two, the same table."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -64,8 +65,10 @@ def test_one_process_and_two_ranks_give_one_table(model, texts, tmp_path):
                 assert getattr(other, name) == pytest.approx(one[name], abs=1e-5)
 
 
-def test_a_run_is_measured_on_its_own_held_out_documents(tiny, tmp_path):
-    config = tiny(train={"steps": 1}, parallel={"sp": 2}, data={"validation_fraction": 0.1})
+def test_a_run_is_measured_on_its_own_held_out_documents(tiny, prepared, tmp_path):
+    windows = shutil.copytree(prepared, tmp_path / "windows")
+    data = {"path": str(windows), "validation_fraction": 0.1}
+    config = tiny(train={"steps": 1}, parallel={"sp": 2}, data=data)
     options = PositionOptions(length=60, dtype="fp32")
 
     def both(rank, world_size):
