@@ -6,6 +6,10 @@ when the one before has ended, and a batch ends when each of its messages has me
 does not. Here every rank of a group runs in this process; what it posts is recorded, no byte moves,
 and a scheduler then runs the recorded batches by that rule. Waiting at every batch is stricter than
 a GPU, whose streams wait where ``wait`` was called: what ends here ends there.
+
+NCCL cuts a batch of some hundreds of messages into kernels that run one by one, on each rank where
+its own budget ends (NVIDIA/Megatron-LM pull request 7189, pytorch issue 174288), and then the rule
+does not hold. One message a pair and direction keeps batches small: 126 at most on 64 ranks.
 """
 
 from __future__ import annotations
