@@ -26,7 +26,14 @@ from .costs import cost_model, plan_options
 from .engine import build_engine
 from .launch import start_process
 from .partition import partition_model
-from .preflight import Preflight, check_links, check_same_data, check_same_setup
+from .preflight import (
+    Preflight,
+    Ranks,
+    check_links,
+    check_same_data,
+    check_same_setup,
+    warn_of_spread_groups,
+)
 from .seeds import seed_everything, use_deterministic_operators
 
 if TYPE_CHECKING:
@@ -68,6 +75,7 @@ class Job:
             self.dataset = open_dataset(config)
             self.loader = build_loader(config, self.dataset, self.mesh)
         check_same_data(self.dataset, self.control)
+        warn_of_spread_groups(Ranks(self.control), self.mesh.sp)
         check_links(self.process, self.mesh)
         if preflight is not None:
             preflight(config, self.process, self.mesh, self.dataset)

@@ -8,8 +8,10 @@ different data without a word.
 from __future__ import annotations
 
 import importlib.metadata
+import logging
 import platform
 import socket
+from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from ..parallel import Mesh
     from .control import Control
     from .launch import Process
+
+logger = logging.getLogger(__name__)
 
 Preflight = Callable[[Config, "Process", "Mesh", "WindowDataset"], None]
 """What a caller adds to the checks, before the model is built; collective."""
@@ -155,6 +159,20 @@ def _exchanged(
     for work in dist.batch_isend_irecv(operations):
         work.wait()
     return received
+
+
+def warn_of_spread_groups(ranks: Ranks, sp: int) -> None:
+    """Say where an SP group lies on several hosts although one host has room for it: its keys and
+    values then cross the network in every layer, and nothing but time tells."""
+    groups = [range(first, first + sp) for first in range(0, len(ranks.hosts), sp)]
+    spread = [group for group in groups if len({ranks.hosts[rank] for rank in group}) > 1]
+    room = sum(here // sp for here in Counter(ranks.hosts).values())
+    if ranks.control.rank == 0 and spread and room >= len(groups):
+        logger.warning(
+            "%s share windows across hosts, though each group of %d ranks has room on one: number "
+            "the ranks host by host (srun --distribution=block)",
+            *(ranks.name(spread[0]), sp),
+        )
 
 
 def versions() -> dict[str, str]:

@@ -170,6 +170,23 @@ def test_ranks_are_named_in_spans_by_host():
     assert ranks.differences(["a"] * 4 + ["b"] * 4) == "a on ranks 0-3 (n1); b on ranks 4-7 (n2)"
 
 
+@pytest.mark.parametrize(
+    ("hosts", "sp", "named"),
+    [
+        (["n1", "n2"] * 2, 2, "ranks 0 (n1), 1 (n2) share"),  # dealt out one by one
+        (["n1"] * 2 + ["n2"] * 2, 2, None),
+        (["n1"] * 2 + ["n2"] * 2, 4, None),  # no host has room for a group
+        (["n1"] * 3 + ["n2"] * 3, 2, None),  # no numbering of them does better
+        (["n1", "n2"] * 2, 1, None),
+    ],
+)
+def test_groups_that_could_be_inside_a_host_are_named(hosts, sp, named, caplog):
+    ranks = object.__new__(preflight.Ranks)
+    ranks.hosts, ranks.control = hosts, dataclasses.make_dataclass("Control", ["rank"])(0)
+    preflight.warn_of_spread_groups(ranks, sp)
+    assert (named in caplog.text) if named else not caplog.text
+
+
 def test_an_estimate_counts_the_ranks_of_the_host():
     ranks = object.__new__(preflight.Ranks)
     ranks.hosts = ["n1", "n1", "n2"]
