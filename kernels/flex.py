@@ -34,6 +34,7 @@ import torch
 from .anchored import AnchorKeys
 from .interface import SoftmaxState, Tiles
 from .merge import merge_
+from .pinned import to_device
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -188,10 +189,12 @@ def bucket(rows: int) -> int:
 def _make(array: np.ndarray, num_queries: int, num_keys: int, device: torch.device) -> FlexMask:
     from torch.nn.attention.flex_attention import BlockMask
 
-    bounds = torch.from_numpy(_intervals(array, num_queries)).to(device)
+    bounds = to_device(torch.from_numpy(_intervals(array, num_queries)), device)
     seen, full = _blocks(array, num_queries, num_keys)
     count, order, full_count, full_order = (
-        torch.from_numpy(x).to(device) for blocks in (seen & ~full, full) for x in _ordered(blocks)
+        to_device(torch.from_numpy(x), device)
+        for blocks in (seen & ~full, full)
+        for x in _ordered(blocks)
     )
     block_mask = BlockMask.from_kv_blocks(
         count,

@@ -13,6 +13,7 @@ import torch
 from . import triton_config
 from .anchored import AnchorKeys
 from .interface import SoftmaxState, Tiles
+from .pinned import to_device
 from .rotation import Rotation, rotate
 from .triton_config import Config
 from .worklist import WorkList, anchor_work, key_work, query_work
@@ -216,8 +217,8 @@ class Call:
         def make() -> _DeviceAnchors:
             work = anchor_work(self._queries, num_anchors, num_rows, triton_config.CHUNK_ROWS)
             return _DeviceAnchors(
-                torch.from_numpy(work.row_anchor).to(self.q.device),
-                torch.from_numpy(work.chunks).to(self.q.device),
+                to_device(torch.from_numpy(work.row_anchor), self.q.device),
+                to_device(torch.from_numpy(work.chunks), self.q.device),
                 work.num_chunks,
                 self._queries,
             )
@@ -247,7 +248,7 @@ class _DeviceWork:
     @classmethod
     def of(cls, work: WorkList, device: torch.device) -> _DeviceWork:
         blocks, items, limits = (
-            torch.from_numpy(x).to(device) for x in (work.blocks, work.items, work.limits)
+            to_device(torch.from_numpy(x), device) for x in (work.blocks, work.items, work.limits)
         )
         return cls((blocks, items, limits), len(work))
 

@@ -158,7 +158,7 @@ class VarlenEngine(_VarlenEngine):
         call: VarlenCall,
         scale: float,
     ) -> _Gradients:
-        no_dropout = q.new_zeros(2, dtype=torch.uint64), q.new_empty(0)
+        no_dropout = q.new_empty(2, dtype=torch.uint64), q.new_empty(0)
         return torch.ops.aten._flash_attention_backward(
             *(dout.contiguous(), q, k, v, out, lse, *_edges(call), 0.0, call.causal, *no_dropout),
             scale=scale,

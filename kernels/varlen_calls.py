@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from .interface import Tiles
+from .pinned import to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +41,12 @@ class Sequences:
         index = None
         if (starts[1:] != stops[:-1]).any():
             rows = np.arange(cu_seqlens[-1]) + np.repeat(starts - cu_seqlens[:-1], sizes)
-            index = torch.from_numpy(rows).to(device)
+            index = to_device(torch.from_numpy(rows), device)
         return cls(
             start=int(starts[0]),
             stop=int(stops[-1]),
             index=index,
-            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)).to(device),
+            cu_seqlens=to_device(torch.from_numpy(cu_seqlens.astype(np.int32)), device),
             longest=int(sizes.max()),
         )
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from anchorcontext.kernels import Engine, accumulator_dtype, get_engine
+from anchorcontext.kernels.pinned import to_device
 
 from ..errors import UserError
 from ..plan import BatchPlan, CostModel, RankPlan, RingFlashAttnPlan
@@ -17,7 +18,6 @@ from ..plan.cache import PLANS
 from ..window import Window
 from .mesh import group_device
 from .meter import Meter
-from .pinned import to_device
 from .ring_flash_attn import check_request
 from .transfer import Peers
 

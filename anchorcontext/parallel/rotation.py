@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from anchorcontext.kernels import Rotation
+from anchorcontext.kernels.pinned import to_device
 
 from ..errors import UserError
 from ..plan import RingFlashAttnPlan
-from .pinned import to_device
 from .plan import Plan
 from .sharding import padded
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from anchorcontext.kernels.pinned import to_device
+
 from ..plan import Rows, Transfer
 from .meter import Meter
-from .pinned import to_device
 
 
 @dataclass(frozen=True)

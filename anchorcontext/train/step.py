@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from anchorcontext.kernels.pinned import to_device
+
 from ..config.sections import AttentionSection
 from ..errors import UserError
 from ..modes import PADDING
 from ..parallel import Mesh, Plan, make_plan, shard
-from ..parallel.pinned import to_device
 from ..plan import CostModel
 from ..watch.metrics import StepMeter
 from ..window import Window

@@ -1,9 +1,11 @@
-"""A step of a tiny LLaMA on CUDA tensors without values: no layer sends or reads anything.
+"""A step of a tiny LLaMA on CUDA tensors without values: no layer makes the host wait.
 
 Run by tests/test_fake_cuda.py.
 """
 
 from __future__ import annotations
+
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -54,37 +56,33 @@ def move_(model):
 
 
 def train(device, model, mode="anchor", **options):
-    """A step on each of two micro-batches: what the second one's layers send is found."""
+    """Two steps on a micro-batch; the second copies nothing to or from the device."""
     with device.crossing():
         move_(model)
         plan = make_plan(windows(mode), **options)
         local = shard(windows(mode), plan, device=CUDA)
     module = TrainModel(model, chunk_tokens=32)
-    step(module, local, plan, device)
-    step(module, local, plan)
-    return plan.engine(CUDA, torch.bfloat16).name
-
-
-def step(module, local, plan, device=None):
-    arguments = (local.input_ids, local.position_ids, local.labels, plan)
-    if device is None:
-        loss, count = module(*arguments)
+    for _ in range(2):
+        before = device.copies
+        loss, count = module(local.input_ids, local.position_ids, local.labels, plan)
         (loss / count).backward()
-    else:
-        with device.crossing():
-            return step(module, local, plan)
-    assert loss.device == count.device == CUDA and loss.dtype == torch.float32
-    for name, parameter in module.named_parameters():
-        assert parameter.grad.device == CUDA, name
+        assert loss.device == count.device == CUDA and loss.dtype == torch.float32
+        for name, parameter in module.named_parameters():
+            assert parameter.grad.device == CUDA, name
+    return SimpleNamespace(
+        engine=plan.engine(CUDA, torch.bfloat16).name, copies=device.copies - before
+    )
 
 
 @pytest.mark.parametrize("mode", ["anchor", "intra_doc"])
 def test_a_step(device, mode):
-    assert train(device, make_model(), mode) == "varlen"
+    done = train(device, make_model(), mode)
+    assert done.engine == "varlen" and done.copies == 0
 
 
 def test_a_step_through_the_triton_engine(device):
-    assert train(device, make_model(), engine="triton") == "triton"
+    done = train(device, make_model(), engine="triton")
+    assert done.engine == "triton" and done.copies == 0
 
 
 @pytest.mark.parametrize(
@@ -93,7 +91,7 @@ def test_a_step_through_the_triton_engine(device):
     ids=["fp32 rotation", "fp32 queries and keys"],
 )
 def test_a_step_with_attention_in_fp32(device, precision):
-    train(device, make_model(**precision), engine="triton")
+    assert train(device, make_model(**precision), engine="triton").copies == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": True, "offload": True}], ids=["all", "kept"])
@@ -101,7 +99,8 @@ def test_a_step_that_recomputes_layers(device, options):
     model = make_model()
     chunk_mlps(model, 16)
     checkpoint_layers(model, **options)
-    train(device, model)
+    done = train(device, model)
+    assert (done.copies > 0) == options.get("offload", False)
 
 
 def test_a_value_read_in_a_layer_is_found(device):

@@ -1,7 +1,7 @@
-"""Distributed attention on CUDA tensors without values, on each rank of torch's "fake" group.
+"""Distributed attention on CUDA tensors without values, on ranks of torch's "fake" group: no layer,
+forward or backward, makes the host wait for the device.
 
-What a rank keeps with its plan is sent to the device by the first layer; after that no layer,
-forward or backward, sends or reads anything. Run by tests/test_fake_cuda.py.
+Run by tests/test_fake_cuda.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from anchorcontext import Window, distributed_attention, make_plan, shard
+from anchorcontext.kernels.pinned import to_device
 from anchorcontext.parallel import plan_rotations, transfer
 from anchorcontext.parallel.keep import keep_attention
 from anchorcontext.parallel.mesh import group_device, warm_up
@@ -73,15 +74,17 @@ def step(plan, tensors, rotations=None):
 
 
 def check(device, plan, dtype=torch.bfloat16, rotations=None):
+    """Two layers; the second copies nothing to or from the device."""
     tensors = rows(plan, dtype)
-    with device.crossing():
-        step(plan, tensors, rotations)
     step(plan, tensors, rotations)
+    copies = device.copies
+    step(plan, tensors, rotations)
+    assert device.copies == copies
 
 
 @pytest.mark.parametrize(("mode", "layout"), [("anchor", "zigzag"), ("intra_doc", "balanced")])
 @pytest.mark.parametrize(("exchange", "team"), EXCHANGES)
-def test_layers_neither_send_nor_read(group, device, exchange, team, mode, layout):
+def test_layers_do_not_wait(group, device, exchange, team, mode, layout):
     plan = make_plan(windows(mode), group, layout, exchange, ulysses=team, verify=False)
     check(device, plan)
     assert plan.engine(CUDA, torch.bfloat16).name == "varlen"
@@ -105,8 +108,7 @@ def test_the_engine_rotates(group, device, engine):
         angles = positions[:, None] * torch.ones(HEAD_DIM // 2, device=CUDA)
         return angles.cos(), angles.sin()
 
-    with device.crossing():
-        rotations = plan_rotations(plan, tables, CUDA)
+    rotations = plan_rotations(plan, tables, CUDA)
     check(device, plan, rotations=rotations)
 
 
@@ -124,8 +126,6 @@ def test_kept_attention(group, device, offload):
             context_fn=lambda: keep_attention(offload),
         )
 
-    with device.crossing():
-        step(plan, tensors)
     torch.autograd.grad(layer(*tensors).sum(), tensors)
 
 
@@ -142,9 +142,9 @@ def test_a_shard_is_sent_once_and_the_group_warmed_up_on_its_device(group, devic
 def test_an_index_made_in_every_layer_is_found(group, device, monkeypatch):
     def uncached(rows, device):
         parts = [torch.arange(start, stop) for start, stop in rows.intervals.tolist()]
-        return torch.cat(parts).to(device)
+        return to_device(torch.cat(parts), device)
 
     monkeypatch.setattr(transfer, "_index", uncached)
     plan = make_plan(windows("anchor"), group, "zigzag", "gather", verify=False)
-    with pytest.raises(AssertionError, match="crosses"):
+    with pytest.raises(AssertionError, match="copies"):
         check(device, plan)
