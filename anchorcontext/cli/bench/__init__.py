@@ -7,6 +7,7 @@ import click
 from anchorcontext.cli.bench.attention import layouts, modes, peers
 from anchorcontext.cli.bench.calibrate import calibrate
 from anchorcontext.cli.bench.engines import kernels, numerics
+from anchorcontext.cli.bench.exchanges import exchanges
 from anchorcontext.cli.bench.kernels_aot import kernels_aot
 from anchorcontext.cli.bench.packing import packing
 from anchorcontext.cli.bench.scaling import growth, memory, step
@@ -24,6 +25,7 @@ def command() -> None:
 BENCHMARKS = {
     "calibrate": calibrate,
     "data": data,
+    "exchanges": exchanges,
     "growth": growth,
     "kernels": kernels,
     "kernels-aot": kernels_aot,
