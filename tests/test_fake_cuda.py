@@ -39,4 +39,4 @@ def test_on_cuda_tensors_without_values():
 
 
 def test_every_layer_has_cases():
-    assert {path.parent.name for path in CASES} == {"kernels", "model", "parallel"}
+    assert {path.parent.name for path in CASES} == {"bench", "kernels", "model", "parallel"}

@@ -1,11 +1,12 @@
 """``make gpu-check``: everything that only a GPU can show, in one script without downloads.
 
 It needs torch, triton, numpy and transformers, and the package's own files; no DeepSpeed, no
-flash-attn. In order: what is installed; every engine against fp64; a few training steps of a tiny
-model against stock transformers; speed of forward and backward by mode and length. An engine that
-fails is reported and left out of what follows; the rest goes on. Results are written as JSON and
-Markdown after each step, so that a run cut short leaves what it has; steps for which the time did
-not suffice are named.
+flash-attn. In order: what is installed; every engine against fp64 in bf16; a few training steps of
+a tiny model against stock transformers; speed of forward and backward by mode and length; the other
+dtypes against fp64. An engine that fails is reported and left out of what follows; the rest goes
+on, in a new process where a kernel has left the GPU unusable to this one. Results are written as
+JSON and Markdown after each step, so that a run cut short leaves what it has; steps for which the
+time did not suffice are named.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import datetime
 import importlib.metadata
 import json
 import math
+import subprocess
 import sys
 import time
 import traceback
@@ -26,10 +28,11 @@ from typing import Any
 
 import torch
 
-from anchorcontext.kernels import engine_report
+from anchorcontext.kernels import engine_report, merge
 
 from ..markdown import markdown_table
 from . import kernels, numerics
+from .beside_stock import train_beside_stock
 from .numerics import QUANTITIES
 
 # Every length and dtype costs compilations (flex: two for each length and mode), which take more of
@@ -44,6 +47,14 @@ the dtype."""
 TRAINING_LIMITS = {"bfloat16": 3e-2, "float32": 1e-4}
 
 
+class DeviceLost(Exception):
+    """No CUDA call of this process succeeds any more, since ``part`` failed."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(part)
+        self.part = part
+
+
 @dataclass
 class Check:
     """The parts done so far."""
@@ -51,6 +62,8 @@ class Check:
     folder: Path
     device: torch.device
     setting: dict[str, str]
+    without: tuple[str, ...] = ()
+    """Engines, and other parts, that are left out: they have lost a process its device."""
     deadline: float = math.inf
     """`time.perf_counter` after which no step starts."""
     failures: list[str] = field(default_factory=list)
@@ -59,25 +72,38 @@ class Check:
     parts: dict[str, Any] = field(default_factory=dict)
     sections: dict[str, str] = field(default_factory=dict)
 
-    def attempt(self, what: str, compute: Callable[[], Any]) -> Any:
+    def attempt(self, what: str, compute: Callable[[], Any], part: str) -> Any:
         """What ``compute`` returns; None, and a line on record, when it raises or time is up."""
+        if part in self.without:
+            return None
         started = time.perf_counter()
         if started > self.deadline:
             self.late.append(what)
             return None
         try:
             found = compute()
+        except DeviceLost:
+            raise
         except Exception as error:  # whatever a kernel's compiler or the driver throws
-            self.fail(what, error)
+            self.fail(what, error, part)
             return None
         _say(f"{what}: {time.perf_counter() - started:.1f} s")
         return found
 
-    def fail(self, what: str, error: Exception) -> None:
-        """Put the failure of a step on record."""
+    def fail(self, what: str, error: Exception, part: str) -> None:
+        """Put the failure of a step on record.
+
+        Raises:
+            DeviceLost: nothing more can be computed in this process.
+        """
         traceback.print_exception(error)
         first = str(error).strip().splitlines()[:1]
         self.failures.append(f"{what}: {type(error).__name__}: {' '.join(first)}")
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError as lost:  # an illegal address, for one, is never forgiven
+                raise DeviceLost(part) from lost
 
     def record(self, name: str, results: Sequence[Any], section: str) -> None:
         """Keep a part's results (data classes) so far and write everything there is."""
@@ -110,17 +136,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the script")
     parser.add_argument("--quick", action="store_true", help="tiny sizes")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="no step starts later")
+    parser.add_argument("--without", nargs="*", default=[], help="engines to leave out")
+    parser.add_argument("--failed", nargs="*", default=[], help="failures to begin with")
     options = parser.parse_args(arguments)
     if options.device == "cuda" and not torch.cuda.is_available():
         _say("gpu-check: no CUDA device here; nothing was checked")
         return 2
     device = torch.device(options.device)
     deadline = time.perf_counter() + 60 * options.minutes
-    check = Check(options.out, device, _setting(device), deadline)
-    sizes = QUICK if options.quick else FULL
-    engines = _sound_engines(check, sizes["numerics"], sizes["others"])
-    _training(check)
-    _speed(check, sizes["speed"], engines, quick=options.quick)
+    check = Check(
+        options.out, device, _setting(device), tuple(options.without), deadline, options.failed
+    )
+    try:
+        _run(check, quick=options.quick)
+    except DeviceLost as lost:
+        check.write()
+        return _go_on_without(lost.part, check, quick=options.quick)
     check.write()
     for failure in check.failures:
         _say(f"FAILED {failure}")
@@ -128,6 +159,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _say(f"not run, the time was up: {step}")
     _say(f"written to {options.out}")
     return 1 if check.failures else 0
+
+
+def _run(check: Check, *, quick: bool) -> None:
+    sizes = QUICK if quick else FULL
+    found = _Numerics(check)
+    engines = found.sound_engines(torch.bfloat16, sizes["numerics"])
+    check.attempt("merges in Triton", partial(_fused_merges, check.device), "merges")
+    _training(check)
+    _speed(check, sizes["speed"], engines, quick=quick)
+    for dtype in (torch.float16, torch.float32):
+        found.sound_engines(dtype, sizes["others"])
+
+
+def _go_on_without(part: str, check: Check, *, quick: bool) -> int:
+    """The check over again in a new process, which finds everything compiled, without ``part``."""
+    if part in check.without:
+        _say(f"FAILED the device is lost without {part}, too")
+        return 1
+    _say(f"{part} has left the device unusable: once more without it")
+    left = (check.deadline - time.perf_counter()) / 60
+    command = [sys.executable, "-m", "anchorcontext.bench.gpu_check", "--out", str(check.folder)]
+    command += ["--device", str(check.device), "--minutes", str(left)]
+    command += ["--without", *check.without, part, "--failed", *check.failures]
+    return subprocess.run([*command, *["--quick"] * quick], check=False).returncode
+
+
+def _fused_merges(device: torch.device) -> None:
+    """Merges that Triton could not make run in torch, and nothing but a warning says so."""
+    if device.type == "cuda" and merge._fused_kernels(device) is None:
+        raise RuntimeError("Triton's merges do not run on this device; see the warning above")
 
 
 def _say(line: str) -> None:
@@ -154,59 +215,52 @@ def _without_nan(values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _sound_engines(
-    check: Check, lengths: Sequence[int], lengths_of_others: Sequence[int]
-) -> dict[str, list[str]]:
-    """Engines by dtype whose errors against fp64 stay within the limits; the second lengths are
-    those of dtypes other than bf16."""
-    results: list[numerics.EngineErrors] = []
-    sound: dict[str, list[str]] = {}
-    skipped: list[tuple[str, str, str]] = []
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        short = str(dtype).removeprefix("torch.")
+class _Numerics:
+    """Errors of the engines against fp64, dtype by dtype."""
+
+    def __init__(self, check: Check) -> None:
+        self._check = check
+        self._results: list[numerics.EngineErrors] = []
+        self._skipped: list[tuple[str, str, str]] = []
+
+    def sound_engines(self, dtype: torch.dtype, lengths: Sequence[int]) -> list[str]:
+        """The engines whose errors stay within the limit."""
+        check, short = self._check, str(dtype).removeprefix("torch.")
+        sound: list[str] = []
         exact_results: dict = {}
         for name, reason in engine_report(check.device, dtype).items():
+            if name in check.without:
+                reason = "it has left the device unusable"
             if reason is not None:
-                skipped.append((name, short, reason))
+                self._skipped.append((name, short, reason))
                 continue
-            found = check.attempt(
-                f"errors of {name} in {short}",
-                partial(
-                    _errors,
-                    check.device,
-                    lengths if dtype == torch.bfloat16 else lengths_of_others,
-                    dtype,
-                    name,
-                    exact_results,
-                ),
-            )
+            compute = partial(_errors, check.device, lengths, dtype, name, exact_results)
+            found = check.attempt(f"errors of {name} in {short}", compute, name)
             if found is None:
                 continue
             # torch's own call comes with every engine; one line of it is enough.
-            known = {(r.engine, r.mode, r.tokens, r.dtype) for r in results}
-            results += [r for r in found if (r.engine, r.mode, r.tokens, r.dtype) not in known]
+            known = {(r.engine, r.mode, r.tokens, r.dtype) for r in self._results}
+            self._results += [
+                r for r in found if (r.engine, r.mode, r.tokens, r.dtype) not in known
+            ]
             worst = _worst(found, name)
             if worst <= ERROR_LIMITS[short]:
-                sound.setdefault(short, []).append(name)
+                sound.append(name)
             else:
                 check.failures.append(
                     f"{name} in {short}: error {worst:.1e} above {ERROR_LIMITS[short]:.0e}"
                 )
-            _record_errors(check, results, skipped)
-    _record_errors(check, results, skipped)
-    return sound
+            self._record()
+        self._record()
+        return sound
 
-
-def _record_errors(
-    check: Check,
-    results: Sequence[numerics.EngineErrors],
-    skipped: Sequence[tuple[str, str, str]],
-) -> None:
-    tables = [
-        markdown_table(numerics.HEADERS, numerics.table_rows(results)),
-        markdown_table(("engine", "dtype", "not run, because"), skipped),
-    ]
-    check.record("numerics", results, "\n\n".join(["## Errors against fp64", *tables]))
+    def _record(self) -> None:
+        tables = [
+            markdown_table(numerics.HEADERS, numerics.table_rows(self._results)),
+            markdown_table(("engine", "dtype", "not run, because"), self._skipped),
+        ]
+        section = "\n\n".join(["## Errors against fp64", *tables])
+        self._check.record("numerics", self._results, section)
 
 
 def _worst(found: Sequence[numerics.EngineErrors], name: str) -> float:
@@ -230,11 +284,9 @@ def _errors(
     return list(found)
 
 
-def _speed(
-    check: Check, lengths: Sequence[int], engines: dict[str, list[str]], *, quick: bool
-) -> None:
+def _speed(check: Check, lengths: Sequence[int], engines: Sequence[str], *, quick: bool) -> None:
     """TFLOP/s of the sound engines in bf16, 32 query and 8 key/value heads of 128."""
-    names = [name for name in engines.get("bfloat16", []) if name != "reference"]
+    names = [name for name in engines if name != "reference"]
     results: list[kernels.KernelSpeed] = []
     for tokens in lengths:
         for mode in kernels.MODES:
@@ -252,6 +304,7 @@ def _speed(
                     engines=names,
                     failed=partial(_contestant_failed, check, what),
                 ),
+                "speed",
             )
             results += found or []
             table = markdown_table(kernels.HEADERS, kernels.table_rows(results))
@@ -259,20 +312,7 @@ def _speed(
 
 
 def _contestant_failed(check: Check, what: str, name: str, error: Exception) -> None:
-    check.fail(f"{what}: {name}", error)
-
-
-@dataclass(frozen=True)
-class TrainingDifference:
-    """A few SGD steps under our attention against the same under stock transformers."""
-
-    dtype: str
-    engine: str
-    steps: int
-    loss: float
-    """Largest relative difference of a step's loss."""
-    weights: float
-    """Relative difference of the weights' change after the last step."""
+    check.fail(f"{what}: {name}", error, name)
 
 
 def _training(check: Check) -> None:
@@ -280,7 +320,7 @@ def _training(check: Check) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         short = str(dtype).removeprefix("torch.")
         found = check.attempt(
-            f"training in {short}", partial(train_beside_stock, check.device, dtype)
+            f"training in {short}", partial(train_beside_stock, check.device, dtype), "training"
         )
         if found is None:
             continue
@@ -295,72 +335,6 @@ def _training(check: Check) -> None:
         results,
         f"## A tiny LLaMA beside stock transformers, relative differences\n\n{table}",
     )
-
-
-def train_beside_stock(
-    device: torch.device, dtype: torch.dtype, steps: int = 3
-) -> TrainingDifference:
-    """Train a tiny LLaMA on one window in mode ``anchor``: ours, and stock in fp64 with a dense
-    mask; plain SGD, so that a wrong gradient scale shows."""
-    from ..model import TrainModel, cast_parameters, enable
-    from ..model.rope import verify_rope
-    from ..parallel import make_plan, shard
-    from ..testing.models import stock_loss, tiny_llama
-    from ..window import Window
-
-    generator = torch.Generator().manual_seed(0)
-    documents = [
-        torch.randint(3, 128, (n,), generator=generator).tolist() for n in (70, 1, 300, 13, 127)
-    ]
-    window = Window.from_documents(documents, anchor_id=1)
-    start = tiny_llama().state_dict()
-
-    def fresh(dtype: torch.dtype) -> Any:
-        model = tiny_llama()
-        model.load_state_dict(start)
-        return cast_parameters(model, dtype)
-
-    ours = TrainModel(enable(fresh(dtype).to(device)), 64).train()
-    stock = fresh(dtype).to(torch.float64).train()
-    verify_rope(ours.causal_lm)
-    plan = make_plan(window)
-    local = shard(window, plan, device)
-    descents = _Descent(ours.causal_lm), _Descent(stock)
-    worst = 0.0
-    for _ in range(steps):
-        loss_sum, count = ours(local.input_ids, local.position_ids, local.labels, plan)
-        losses = loss_sum / count, stock_loss(stock, window) / window.num_targets
-        for loss, descent in zip(losses, descents, strict=True):
-            loss.backward()
-            descent.step()
-        worst = max(worst, abs(float(losses[0].detach()) / float(losses[1].detach()) - 1))
-    change, expected = (descent.change() for descent in descents)
-    weights = float((change - expected).norm() / expected.norm())
-    name = plan.engine(device, dtype).name
-    return TrainingDifference(str(dtype).removeprefix("torch."), name, steps, worst, weights)
-
-
-class _Descent:
-    """Plain SGD on fp64 copies of a model's weights."""
-
-    def __init__(self, model: torch.nn.Module, rate: float = 0.05) -> None:
-        self.parameters, self.rate = list(model.parameters()), rate
-        self.before = [parameter.detach().double().clone() for parameter in self.parameters]
-        self.now = [weight.clone() for weight in self.before]
-
-    def step(self) -> None:
-        """Apply the gradients and clear them."""
-        with torch.no_grad():
-            for parameter, weight in zip(self.parameters, self.now, strict=True):
-                assert parameter.grad is not None
-                weight -= self.rate * parameter.grad.double()
-                parameter.copy_(weight)
-                parameter.grad = None
-
-    def change(self) -> torch.Tensor:
-        """What the steps added to all weights, fp64, on the CPU."""
-        pairs = zip(self.now, self.before, strict=True)
-        return torch.cat([(now - before).flatten().cpu() for now, before in pairs])
 
 
 if __name__ == "__main__":

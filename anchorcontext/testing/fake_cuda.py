@@ -173,7 +173,7 @@ def fake_cuda(capability: tuple[int, int] = (9, 0)) -> Iterator[Device]:
             (torch.cuda, "get_device_capability", lambda device=None: capability),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (torch.cuda, "device", lambda device: _Current(found, device)),
-            (torch.cuda, "Event", mock.MagicMock()),
+            (torch.cuda, "Event", _Event),
             (torch, "Generator", Unseeded),
             (torch.Tensor, "pin_memory", lambda tensor: tensor),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
@@ -199,6 +199,22 @@ class _Current:
 
     def __exit__(self, *error: type[BaseException] | BaseException | TracebackType | None) -> None:
         self._found.current = self._before
+
+
+class _Event:
+    """``torch.cuda.Event``; a millisecond lies between any two."""
+
+    def __init__(self, **_: bool) -> None:
+        pass
+
+    def record(self) -> None:
+        """Nothing runs that could be waited for."""
+
+    synchronize = record
+
+    def elapsed_time(self, end: _Event) -> float:
+        """Milliseconds."""
+        return 1.0
 
 
 def _modes(found: Device) -> list[Any]:

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,10 +76,47 @@ def test_an_engine_that_breaks_while_timed_takes_no_other_along(tmp_path, monkey
     monkeypatch.setattr(gpu_check.kernels, "engine_report", lambda *args: {})
     monkeypatch.setattr(CpuEngine, "backward", broken)
     check = gpu_check.Check(tmp_path, CPU, {})
-    gpu_check._speed(check, [300], {"bfloat16": ["cpu"]}, quick=True)
+    gpu_check._speed(check, [300], ["cpu"], quick=True)
     report = json.loads((tmp_path / "gpu_check.json").read_text())
     assert len(report["failures"]) == 3 and "cpu: RuntimeError: out of res" in report["failures"][0]
     assert [r["contestant"] for r in report["speed"]].count(YARDSTICK) == 3
+
+
+def test_where_the_device_is_lost_a_new_process_goes_on_without(tmp_path, monkeypatch):
+    commands = []
+
+    def unusable(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+
+    def run(check, quick):
+        check.device = torch.device("cuda")
+        check.attempt("errors of flex", unusable, "flex")
+
+    def start(command, check):
+        commands.append(command)
+        return SimpleNamespace(returncode=5)
+
+    monkeypatch.setattr(gpu_check, "_run", run)
+    monkeypatch.setattr(gpu_check.torch.cuda, "synchronize", unusable)
+    monkeypatch.setattr(gpu_check.subprocess, "run", start)
+    arguments = [*QUICK, "--out", str(tmp_path), "--without", "triton", "--failed", "triton: lost"]
+    assert gpu_check.main(arguments) == 5
+    (command,) = commands
+    without, failed = command.index("--without"), command.index("--failed")
+    assert command[without + 1 : failed] == ["triton", "flex"]
+    failure = "errors of flex: RuntimeError: an illegal memory access was encountered"
+    assert command[failed + 1 : failed + 3] == ["triton: lost", failure]
+    assert gpu_check.main([*QUICK, "--out", str(tmp_path), "--without", "flex"]) == 0, "left out"
+
+
+def test_what_another_process_lost_the_device_to_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_check, "_speed", lambda *args, **options: None)
+    arguments = ["--without", "cpu", "training", "--failed", "errors of cpu: lost"]
+    assert gpu_check.main([*QUICK, "--out", str(tmp_path), *arguments]) == 1
+    report = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert report["failures"] == ["errors of cpu: lost"] and report["training"] == []
+    assert {r["engine"] for r in report["numerics"]} == {"reference", TORCH}
+    assert "left the device unusable" in (tmp_path / "gpu_check.md").read_text()
 
 
 def test_steps_that_come_too_late_are_named(tmp_path):
