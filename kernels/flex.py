@@ -210,7 +210,8 @@ def _make(array: np.ndarray, num_queries: int, num_keys: int, device: torch.devi
 
 def _mask_mod(bounds: torch.Tensor) -> Callable[..., torch.Tensor]:
     """Whether a query sees a key; ``bounds`` int32 (2, m, N)."""
-    low, high = bounds
+    # One-dimensional outside of the function: the kernel then indexes what it is given.
+    low, high = (side.unbind() for side in bounds)
 
     def visible(
         batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
