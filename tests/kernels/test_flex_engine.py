@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import functools
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 import torch._dynamo
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 
 from anchorcontext.kernels import SoftmaxState, Tiles, flex, get_engine
@@ -98,6 +100,18 @@ def test_torch_computes_the_tiles_under_the_mask(oracle):
     state = SoftmaxState.empty(x.q)
     get_engine("cpu", device=CPU, dtype=torch.float32).forward(x.q, x.k, x.v, tiles, SCALE, state)
     assert (found[0].transpose(0, 1)[: len(x.q)] - state.out).abs().max() < 1e-5
+
+
+def test_windows_of_one_size_are_compiled_once(oracle):
+    """The mask's function is captured whole, and other documents are other numbers to it."""
+    counter = CompileCounterWithBackend("eager")
+    attend = torch.compile(flex_attention, backend=counter, dynamic=False, fullgraph=True)
+    for edges, compiled in (((0, 90, 200), 1), ((0, 13, 200), 1), ((0, 200), 1), ((0, 300), 2)):
+        tiles = Tiles([(start, stop, start, stop, 1) for start, stop in pairwise(edges)])
+        mask = flex_mask(tiles, edges[-1], edges[-1], CPU)
+        q, k = (torch.zeros(1, heads, mask.num_queries, 16) for heads in (4, 2))
+        attend(q, k, k, block_mask=mask.block_mask, scale=SCALE, enable_gqa=True)
+        assert counter.frame_count == compiled, edges
 
 
 @pytest.mark.parametrize("heads", [(4, 2), (9, 3)], ids=lambda h: f"{h[0]}q{h[1]}kv")
