@@ -1,12 +1,12 @@
 """``make gpu-check``: everything that only a GPU can show, in one script without downloads.
 
 It needs torch, triton, numpy and transformers, and the package's own files; no DeepSpeed, no
-flash-attn. In order: what is installed; every engine against fp64 in bf16; a few training steps of
-a tiny model against stock transformers; speed of forward and backward by mode and length; the other
-dtypes against fp64. An engine that fails is reported and left out of what follows; the rest goes
-on, in a new process where a kernel has left the GPU unusable to this one. Results are written as
-JSON and Markdown after each step, so that a run cut short leaves what it has; steps for which the
-time did not suffice are named.
+flash-attn. In order: what is installed; every engine against fp64 in bf16; RoPE by the engine and
+exact rows; a few training steps of a tiny model against stock transformers; speed of forward and
+backward by mode and length; the other dtypes against fp64. An engine that fails is reported and
+left out of what follows; the rest goes on, in a new process where a kernel has left the GPU
+unusable to this one. Results are written as JSON and Markdown after each step, so that a run cut
+short leaves what it has; steps for which the time did not suffice are named.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import torch
 from anchorcontext.kernels import engine_report, merge
 
 from ..markdown import markdown_table
-from . import kernels, numerics
+from . import engine_settings, kernels, numerics
 from .beside_stock import train_beside_stock
 from .numerics import QUANTITIES
 
@@ -166,6 +166,7 @@ def _run(check: Check, *, quick: bool) -> None:
     found = _Numerics(check)
     engines = found.sound_engines(torch.bfloat16, sizes["numerics"])
     check.attempt("merges in Triton", partial(_fused_merges, check.device), "merges")
+    _settings(check)
     _training(check)
     _speed(check, sizes["speed"], engines, quick=quick)
     for dtype in (torch.float16, torch.float32):
@@ -313,6 +314,27 @@ def _speed(check: Check, lengths: Sequence[int], engines: Sequence[str], *, quic
 
 def _contestant_failed(check: Check, what: str, name: str, error: Exception) -> None:
     check.fail(f"{what}: {name}", error, name)
+
+
+def _settings(check: Check) -> None:
+    """RoPE by the engine and exact rows, each by the engine that `auto` takes for it."""
+    results: list[engine_settings.SettingError] = []
+    for dtype in (torch.bfloat16, torch.float32):
+        short = str(dtype).removeprefix("torch.")
+        for what, compute, limit in (
+            ("RoPE by the engine", engine_settings.rope_in_engine, ERROR_LIMITS[short]),
+            ("exact rows", engine_settings.exact_rows, 0.0),
+        ):
+            if what in check.without:
+                continue
+            found = check.attempt(f"{what} in {short}", partial(compute, check.device, dtype), what)
+            if found is None:
+                continue
+            results.append(found)
+            if not found.error <= limit:
+                check.failures.append(f"{what} in {short}: {found} above {limit}")
+    table = markdown_table(engine_settings.HEADERS, engine_settings.table_rows(results))
+    check.record("settings", results, f"## RoPE by the engine, and exact rows\n\n{table}")
 
 
 def _training(check: Check) -> None:

@@ -18,6 +18,7 @@ from anchorcontext.bench import gpu_check
 from anchorcontext.bench.attention import Attention
 from anchorcontext.bench.kernels import YARDSTICK, bench_kernels
 from anchorcontext.bench.numerics import TORCH, bench_numerics
+from anchorcontext.kernels import Tiles, cpu, cpu_library, cpu_short, rotating
 from anchorcontext.kernels.cpu import CpuEngine
 
 CPU = torch.device("cpu")
@@ -43,6 +44,7 @@ def test_runs_without_our_dependencies(tmp_path):
     assert {r["engine"] for r in report["numerics"]} == {"cpu", "reference", TORCH}
     assert {r["mode"] for r in report["speed"]} == {"full", "intra_doc", "anchor"}
     assert [r["dtype"] for r in report["training"]] == ["float32", "bfloat16"]
+    assert [r["error"] < 0.01 for r in report["settings"]] == [True] * 4
     page = (tmp_path / "gpu_check.md").read_text()
     assert "flash-attn is not installed" in page and "FlexAttention returns an LSE" in page
 
@@ -67,6 +69,24 @@ def test_a_wrong_and_a_broken_engine_are_failures(tmp_path, monkeypatch):
     assert "cpu in float32: error inf above 1e-05" in failures
     assert "errors of reference in bfloat16: RuntimeError: no kernel image" in failures
     assert len(failures) == 5
+
+
+def test_rope_that_an_engine_forgets_and_rows_that_depend_on_others_are_failures(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(rotating, "rotate", lambda x, cos, sin: x.to(cos.dtype))
+    real = cpu_short.split
+    monkeypatch.setattr(cpu_short, "split", lambda tiles: real(Tiles(tiles.array)))
+    monkeypatch.setattr(cpu, "exact_calls", cpu.calls)
+    check = gpu_check.Check(tmp_path, CPU, {})
+    gpu_check._settings(check)
+    # Rows of our C kernel have the same bits in any tiles: the operator's show the difference.
+    monkeypatch.setattr(cpu_library, "_missing", lambda: "switched off by a test")
+    gpu_check._settings(check)
+    failed = [failure.split(":")[0] for failure in check.failures]
+    assert failed.count("RoPE by the engine in float32") == 2
+    assert failed.count("RoPE by the engine in bfloat16") == 2
+    assert "exact rows in float32" in failed and "exact rows in bfloat16" in failed
 
 
 def test_an_engine_that_breaks_while_timed_takes_no_other_along(tmp_path, monkeypatch):
