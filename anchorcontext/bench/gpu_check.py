@@ -1,12 +1,12 @@
 """``make gpu-check``: everything that only a GPU can show, in one script without downloads.
 
 It needs torch, triton, numpy and transformers, and the package's own files; no DeepSpeed, no
-flash-attn. In order: what is installed; every engine against fp64 in bf16; RoPE by the engine and
-exact rows; a few training steps of a tiny model against stock transformers; speed of forward and
-backward by mode and length; the other dtypes against fp64. An engine that fails is reported and
-left out of what follows; the rest goes on, in a new process where a kernel has left the GPU
-unusable to this one. Results are written as JSON and Markdown after each step, so that a run cut
-short leaves what it has; steps for which the time did not suffice are named.
+flash-attn. In order: what is installed; every engine against fp64 in bf16; a few training steps of
+a tiny model against stock transformers; speed of forward and backward by mode and length; RoPE by
+the engine and exact rows; the other dtypes against fp64. An engine that fails is reported and left
+out of what follows; the rest goes on, in a new process where a kernel has left the GPU unusable to
+this one. Results are written as JSON and Markdown after each step, so that a run cut short leaves
+what it has; steps for which the time did not suffice are named.
 """
 
 from __future__ import annotations
@@ -166,9 +166,9 @@ def _run(check: Check, *, quick: bool) -> None:
     found = _Numerics(check)
     engines = found.sound_engines(torch.bfloat16, sizes["numerics"])
     check.attempt("merges in Triton", partial(_fused_merges, check.device), "merges")
-    _settings(check)
     _training(check)
     _speed(check, sizes["speed"], engines, quick=quick)
+    _settings(check)
     for dtype in (torch.float16, torch.float32):
         found.sound_engines(dtype, sizes["others"])
 
