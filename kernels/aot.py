@@ -86,15 +86,17 @@ class Compiled:
 
 
 def variants(head_dims: Sequence[int] = HEAD_DIMS) -> Iterator[Variant]:
-    """bf16 at every head dimension; fp32, and bf16 with RoPE in the kernel, at 64 and 128."""
+    """Every kernel at every head dimension with every kind of input it takes: tiles in bf16, fp16
+    and fp32 and, rotated in the kernel, bf16 (at 128 fp16 as well)."""
     for head_dim in head_dims:
-        for kernel in (*TILE_KERNELS, "prepare", *MERGE_KERNELS):
+        for dtype in _DTYPES:
+            for kernel in (*TILE_KERNELS, "prepare"):
+                yield Variant(kernel, head_dim, dtype)
+        for kernel in MERGE_KERNELS:
             yield Variant(kernel, head_dim, "bf16")
-    for head_dim in (64, 128):
-        if head_dim in head_dims:
-            for dtype, rope in (("fp32", False), ("bf16", True)):
-                for kernel in TILE_KERNELS:
-                    yield Variant(kernel, head_dim, dtype, rope)
+        for dtype in ("bf16", "fp16") if head_dim == 128 else ("bf16",):
+            for kernel in (*TILE_KERNELS, "prepare"):
+                yield Variant(kernel, head_dim, dtype, rope=True)
 
 
 def compile_variant(variant: Variant, capability: int) -> Compiled:
@@ -141,9 +143,8 @@ def _constants(variant: Variant, config: Config) -> dict[str, Any]:
     half = variant.head_dim // 2
     return {
         "GROUP": 4,
-        "HEAD_DIM": variant.head_dim,
+        **triton_config.columns(variant.head_dim, _DTYPES[variant.dtype], variant.rope),
         "BLOCK_D": triton_config.block_columns(variant.head_dim),
-        "HALF_D": half,
         "BLOCK_HALF": triton_config.block_columns(half),
         "BLOCK_M": config.block_m,
         "BLOCK_N": config.block_n,
@@ -151,7 +152,6 @@ def _constants(variant: Variant, config: Config) -> dict[str, Any]:
         "CHUNK_R": triton_config.CHUNK_ROWS,
         "SCATTERED": False,
         "ANCHOR": True,
-        "ROPE": variant.rope,
         "PRECISION": "tf32x3",
     }
 

@@ -5,8 +5,8 @@ One launch forward and three backward, whatever the number of tiles (:mod:`.trit
 on, with head dimensions up to 256; with TRITON_INTERPRET=1 it computes on CPU tensors, slowly, for
 tests. Work lists are made and sent to the device once per tile list; no call waits for the device.
 
-The same call with the same block sizes gives the same bits every time: no atomics, and all sums in
-a fixed order. Tuning measures time, so it may choose otherwise in another process; under
+The same call with the same block sizes gives the same bits every time: all sums are in a
+fixed order. Tuning measures time, so it may choose otherwise in another process; under
 ``torch.use_deterministic_algorithms``, with ``autotune=False`` and for exact tile lists the table's
 sizes are kept. A row of an exact list walks over its document's keys in steps counted from their
 first, masked throughout: the same operations in the same order, whatever rows share its block.

@@ -31,11 +31,10 @@ from .triton_ops import (
     LN2,
     LOG2E,
     VARYING,
-    dot,
-    dot_transposed,
-    load_operand,
-    load_rotated,
-    load_tile,
+    add_products,
+    dot_rows,
+    load_part,
+    load_resident,
     row_dot,
 )
 
@@ -49,10 +48,9 @@ def forward_kernel(
     num_rows, num_blocks, scale,
     q_row, q_head, k_row, k_head, v_row, v_head,
     out_row, out_head, lse_row, lse_head, k0_row,
-    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
-    HALF_D: tl.constexpr, BLOCK_HALF: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ANCHOR: tl.constexpr, ROPE: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, HALF_D: tl.constexpr, PART: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ANCHOR: tl.constexpr,
+    ROPE: tl.constexpr, RESIDENT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Merge the work list's attention into ``out`` (N, Hq, D) and ``lse`` (N, Hq), fp32.
 
@@ -70,52 +68,55 @@ def forward_kernel(
     rows = tl.arange(0, BLOCK_M)
     valid = rows < num_rows - row_start
     first_row = row_start.to(tl.int64)
-    q_first, q_second = load_operand(
-        q_ptr + first_row * q_row + head * q_head, q_row,
-        q_cos_ptr + first_row * HALF_D, q_sin_ptr + first_row * HALF_D, rows, valid,
-        HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, ROPE, True,
+    q = (
+        q_ptr + first_row * q_row + head * q_head, q_row, rows, valid,
+        q_cos_ptr + first_row * HALF_D, q_sin_ptr + first_row * HALF_D,
     )  # fmt: skip
-    out_ptr += first_row * out_row + head * out_head
+    q_tile = load_resident(q, HEAD_DIM, PART, RESIDENT, True)
+    out = (out_ptr + first_row * out_row + head * out_head, out_row, rows, valid)
     lse_ptr += first_row * lse_row + head * lse_head
     k_ptr += kv_head * k_head
     v_ptr += kv_head * v_head
 
     scale_log2 = scale * LOG2E
     touched = rows < 0
+    top = tl.load(lse_ptr + rows * lse_row, mask=valid, other=float("-inf")) * LOG2E
+    total = tl.where(top == float("-inf"), 0.0, 1.0)
     if ANCHOR:
         anchor = tl.load(row_anchor_ptr + row_start + rows, mask=valid, other=-1)
         touched = anchor >= 0
-        k0_first, k0_second = load_rotated(
-            k0_ptr + kv_head * HEAD_DIM, k0_row, anchor, touched,
-            HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, ROPE,
-        )  # fmt: skip
-        score = row_dot(q_first, q_second, k0_first, k0_second, ROPE) * scale_log2
-        score = tl.where(touched, score, float("-inf"))
-    top = tl.load(lse_ptr + rows * lse_row, mask=valid, other=float("-inf")) * LOG2E
-    total = tl.where(top == float("-inf"), 0.0, 1.0)
-    acc = load_tile(out_ptr, out_row, rows, valid, HEAD_DIM, BLOCK_D, True)
-    if ANCHOR:
+        k0 = (k0_ptr + kv_head * HEAD_DIM, k0_row, anchor, touched)
+        v0 = (v0_ptr + kv_head * HEAD_DIM, k0_row, anchor, touched)
+        score = row_dot(q, q_tile, k0, BLOCK_M, HEAD_DIM, HALF_D, PART, STEP, ROPE, RESIDENT)
+        score = tl.where(touched, score * scale_log2, float("-inf"))
         new_top = tl.maximum(top, score)
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weight, keep = tl.exp2(score - shift), tl.exp2(top - shift)
-        v0 = load_tile(
-            v0_ptr + kv_head * HEAD_DIM, k0_row, anchor, touched, HEAD_DIM, BLOCK_D, True
-        )
-        acc = acc * keep[:, None] + weight[:, None] * v0.to(tl.float32)
         total = total * keep + weight
         top = new_top
+    acc = ()
+    for part in tl.static_range((HEAD_DIM + PART - 1) // PART):
+        tile = load_part(out, part, HEAD_DIM, PART, True)
+        if ANCHOR:
+            v0_part = load_part(v0, part, HEAD_DIM, PART, True).to(tl.float32)
+            tile = tile * keep[:, None] + weight[:, None] * v0_part
+        acc += (tile,)
 
     for item in range(item_start, item_stop):
         start = tl.load(items_ptr + 4 * item)
         full_start = tl.load(items_ptr + 4 * item + 1)
         full_stop = tl.load(items_ptr + 4 * item + 2)
         stop = tl.load(items_ptr + 4 * item + 3)
-        for key in range(full_start, full_stop, BLOCK_N):
-            acc, top, total = _attend(
-                acc, top, total, q_first, q_second, k_ptr, v_ptr, k_cos_ptr, k_sin_ptr,
-                key, stop, 0, 0, scale_log2, k_row, v_row,
-                HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, BLOCK_N, ROPE, PRECISION, False,
-            )  # fmt: skip
+        if RESIDENT:
+            for key in range(full_start, full_stop, BLOCK_N):
+                acc, top, total = _attend(
+                    acc, top, total, q, q_tile, k_ptr, v_ptr, k_cos_ptr, k_sin_ptr,
+                    key, stop, 0, 0, scale_log2, k_row, v_row,
+                    HEAD_DIM, HALF_D, PART, STEP, BLOCK_M, BLOCK_N, ROPE, RESIDENT, PRECISION,
+                    False,
+                )  # fmt: skip
+        else:  # one copy of the loop instead of two: addresses kept for both cost registers
+            full_start, full_stop = start, start
         low = tl.load(limits_ptr + item * 2 * BLOCK_M + rows)
         high = tl.load(limits_ptr + item * 2 * BLOCK_M + BLOCK_M + rows)
         touched = touched | (high > low)
@@ -123,38 +124,43 @@ def forward_kernel(
         for edge in tl.range(0, before + stop - full_stop, BLOCK_N, num_stages=1):
             key = tl.where(edge < before, start + edge, full_stop + edge - before)
             acc, top, total = _attend(
-                acc, top, total, q_first, q_second, k_ptr, v_ptr, k_cos_ptr, k_sin_ptr,
+                acc, top, total, q, q_tile, k_ptr, v_ptr, k_cos_ptr, k_sin_ptr,
                 key, stop, low, high, scale_log2, k_row, v_row,
-                HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, BLOCK_N, ROPE, PRECISION, True,
+                HEAD_DIM, HALF_D, PART, STEP, BLOCK_M, BLOCK_N, ROPE, RESIDENT, PRECISION, True,
             )  # fmt: skip
 
     keep_row = valid & touched
     divisor = tl.where(total == 0.0, 1.0, total)
-    columns = tl.arange(0, BLOCK_D)
-    out_ptrs = out_ptr + rows[:, None] * out_row + columns[None, :]
-    inside = keep_row[:, None] & (columns < HEAD_DIM)[None, :]
-    tl.store(out_ptrs, acc / divisor[:, None], mask=inside)
+    for part in tl.static_range((HEAD_DIM + PART - 1) // PART):
+        columns = part * PART + tl.arange(0, PART)
+        inside = keep_row[:, None] & (columns < HEAD_DIM)[None, :]
+        out_ptrs = out[0] + rows[:, None] * out_row + columns[None, :]
+        tl.store(out_ptrs, acc[part] / divisor[:, None], mask=inside)
     tl.store(lse_ptr + rows * lse_row, (top + tl.log2(divisor)) * LN2, mask=keep_row)
 
 
 @triton.jit
 def _attend(
-    acc, top, total, q_first, q_second, k_ptr, v_ptr, k_cos_ptr, k_sin_ptr,
+    acc, top, total, q, q_tile, k_ptr, v_ptr, k_cos_ptr, k_sin_ptr,
     key, stop, low, high, scale_log2, k_row, v_row,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, HALF_D: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_N: tl.constexpr, ROPE: tl.constexpr,
-    PRECISION: tl.constexpr, MASKED: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HALF_D: tl.constexpr, PART: tl.constexpr,
+    STEP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ROPE: tl.constexpr, RESIDENT: tl.constexpr, PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One online-softmax update with the keys ``key : key + BLOCK_N``; base-2 exponents."""
     keys = tl.arange(0, BLOCK_N)
     inside = keys < stop - key
     first_key = tl.cast(key, tl.int64)
-    k_first, k_second = load_operand(
-        k_ptr + first_key * k_row, k_row,
-        k_cos_ptr + first_key * HALF_D, k_sin_ptr + first_key * HALF_D, keys, inside,
-        HEAD_DIM, BLOCK_D, HALF_D, BLOCK_HALF, ROPE, MASKED,
+    k = (
+        k_ptr + first_key * k_row, k_row, keys, inside,
+        k_cos_ptr + first_key * HALF_D, k_sin_ptr + first_key * HALF_D,
     )  # fmt: skip
-    scores = dot_transposed(q_first, q_second, k_first, k_second, ROPE, PRECISION) * scale_log2
+    k_tile = load_resident(k, HEAD_DIM, PART, RESIDENT, MASKED)
+    scores = dot_rows(
+        q, q_tile, k, k_tile, BLOCK_M, BLOCK_N,
+        HEAD_DIM, HALF_D, PART, STEP, ROPE, RESIDENT, PRECISION, MASKED,
+    )  # fmt: skip
+    scores *= scale_log2
     if MASKED:
         column = (key + keys)[None, :]
         scores = tl.where(
@@ -166,6 +172,12 @@ def _attend(
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     probs = tl.exp2(scores - shift[:, None])
     keep = tl.exp2(top - shift)
-    v = load_tile(v_ptr + first_key * v_row, v_row, keys, inside, HEAD_DIM, BLOCK_D, MASKED)
-    acc = dot(probs.to(v.dtype), v, acc * keep[:, None], PRECISION)
+    v = (v_ptr + first_key * v_row, v_row, keys, inside)
+    kept = ()
+    for part in tl.static_range((HEAD_DIM + PART - 1) // PART):
+        kept += (acc[part] * keep[:, None],)
+    v_tile = load_resident(v, HEAD_DIM, PART, RESIDENT, MASKED)
+    acc = add_products(
+        kept, probs, v, v_tile, HEAD_DIM, HALF_D, PART, False, RESIDENT, PRECISION, MASKED
+    )
     return acc, new_top, total * keep + tl.sum(probs, 1)

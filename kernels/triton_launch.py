@@ -43,14 +43,10 @@ class Call:
         self.anchors = anchors if anchors is not None and len(anchors.queries) else None
         self.num_heads, self.num_kv_heads, self.head_dim = q.shape[1], k.shape[1], q.shape[2]
         self.k0, self.v0 = self._anchor_keys()
-        self.precision = precision
         self.constants: dict[str, Any] = {
             "GROUP": self.num_heads // self.num_kv_heads,
-            "HEAD_DIM": self.head_dim,
-            "BLOCK_D": triton_config.block_columns(self.head_dim),
-            "HALF_D": self.head_dim // 2,
-            "BLOCK_HALF": triton_config.block_columns(self.head_dim // 2),
-            "ROPE": rotation is not None,
+            **triton_config.columns(self.head_dim, q.dtype, rotation is not None),
+            "PRECISION": precision,
         }
         # Without RoPE the kernels read no table: any pointer will do.
         self.q_tables = (q, q) if rotation is None else (rotation.q_cos, rotation.q_sin)
@@ -68,7 +64,7 @@ class Call:
             *work.arrays, len(self.q), work.num_blocks, self.scale,
             *_strides(self.q, self.k, self.v, state.out), *state.lse.stride(), self.k0.stride(0),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ANCHOR=self.anchors is not None,
-            PRECISION=self.precision, **self.constants,
+            **self.constants,
         )  # fmt: skip
 
     def prepare(
@@ -96,7 +92,11 @@ class Call:
             dout, out, lse, self.q, self.k0, self.v0, *self.q_tables,
             work.chunks, delta, lse2, ds0, partial, len(self.q), self.num_heads, self.scale,
             *_strides(dout, out), *lse.stride(), *_strides(self.q), self.k0.stride(0),
-            BLOCK_M=config.block_m, ANCHOR=self.anchors is not None, **self.constants,
+            GROUP=self.constants["GROUP"], HEAD_DIM=self.head_dim,
+            BLOCK_D=triton_config.block_columns(self.head_dim), HALF_D=self.head_dim // 2,
+            BLOCK_HALF=triton_config.block_columns(self.head_dim // 2),
+            BLOCK_M=config.block_m, ANCHOR=self.anchors is not None,
+            ROPE=self.rotation is not None,
         )  # fmt: skip
         if self.anchors is not None:
             assert d_anchors is not None, "anchors need d_anchors"
@@ -123,7 +123,7 @@ class Call:
             *work.arrays, len(self.q), work.num_blocks, self.scale,
             *_strides(dout, self.q, self.k, self.v, dq), self.k0.stride(0),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, ANCHOR=self.anchors is not None,
-            PRECISION=self.precision, **self.constants,
+            **self.constants,
         )  # fmt: skip
 
     def dkdv(
@@ -139,13 +139,14 @@ class Call:
         from .triton_backward import dkdv_kernel
 
         work = self._key_work(config)
+        programs = self.num_kv_heads * work.num_blocks * (1 if self.constants["RESIDENT"] else 2)
         self._launch(
-            dkdv_kernel, self.num_kv_heads * work.num_blocks, config,
+            dkdv_kernel, programs, config,
             dout, self.q, self.k, self.v, delta, lse2, dk, dv, *self.q_tables, *self.k_tables,
             *work.arrays, len(self.q), len(self.k), work.num_blocks, self.scale,
             *_strides(dout, self.q, self.k, self.v, dk, dv),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            PRECISION=self.precision, **self.constants,
+            **self.constants,
         )  # fmt: skip
 
     def _launch(
