@@ -45,6 +45,8 @@ class Variant:
 
     def config(self, capability: int) -> Config:
         """Block sizes, warps and stages on a device of ``capability``."""
+        if self.kernel == "prepare":
+            return triton_config.prepare_config(self.head_dim)
         if self.kernel not in triton_config.KERNELS:
             backward = self.kernel == "anchor_backward"
             return triton_config.ANCHOR_BACKWARD if backward else triton_config.PREPARE

@@ -88,6 +88,11 @@ def block_columns(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def prepare_config(head_dim: int) -> Config:
+    """Rows of an iteration of `prepare_kernel`, which holds three tiles of them."""
+    return PREPARE if block_columns(head_dim) <= 128 else ANCHOR_BACKWARD
+
+
 def columns(head_dim: int, dtype: torch.dtype, rope: bool) -> dict[str, int | bool]:
     """Constants of the kernels with tiles: the columns of these; legend in :mod:`.triton_ops`."""
     resident = not rope and dtype != torch.float32

@@ -86,7 +86,9 @@ class Call:
             dtype=torch.float32,
             device=device,
         )
-        config = triton_config.INTERPRETER if device.type == "cpu" else triton_config.PREPARE
+        config = triton_config.prepare_config(self.head_dim)
+        if device.type == "cpu":
+            config = triton_config.INTERPRETER
         self._launch(
             prepare_kernel, len(work.chunks) * self.num_heads, config,
             dout, out, lse, self.q, self.k0, self.v0, *self.q_tables,

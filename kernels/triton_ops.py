@@ -11,7 +11,7 @@ queries and keys, their angles. They have HEAD_DIM columns, and there are two wa
   two) is loaded once and kept.
 * In parts of PART columns, for fp32 operands: tf32x3 needs the high and the low half of both
   factors in registers, which at all columns are more than there are. A product over the head
-  dimension reads both factors again part by part; an accumulator is a tuple of parts.
+  dimension reads both factors again, STEP columns at a time; an accumulator is a tuple of parts.
 
 With ROPE a part is the same PART columns of each half of HALF_D columns, because the rotation mixes
 column d with column d + HEAD_DIM / 2: ``x1 cos - x2 sin`` and ``x2 cos + x1 sin``; accumulators

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 
@@ -71,16 +70,24 @@ def row(compiled: aot.Compiled) -> tuple[str, ...]:
     )
 
 
+def triton_release() -> str:
+    """Major and minor version of the Triton that compiles, which names the section of the page."""
+    import triton
+
+    return ".".join(triton.__version__.split(".")[:2])
+
+
 def kernels_aot_markdown(results: Sequence[aot.Compiled], command: str) -> str:
     """The section of docs/kernels.md."""
-    version = importlib.metadata.version("triton")
+    release = triton_release()
+    spilled = sum(result.spills for result in results)
     return "\n\n".join(
         [
-            "### What the compiler makes of them",
-            f"Written by `{command}` with Triton {version}; no GPU took part. Default block sizes, "
-            "4 query heads a key head, anchors in the launch. *Spilled*: bytes of stack a thread "
-            "needs beyond its 255 registers. *HGMMA*, *HMMA*: tensor-core instructions in the code "
-            "(warp-group and warp products).",
+            f"### What the compiler makes of them, Triton {release}",
+            f"Written by `{command}`; no GPU took part. {spilled} of {len(results)} spill. Default "
+            "block sizes, 4 query heads a key head, anchors in the launch. *Spilled*: bytes of "
+            "stack a thread needs beyond its 255 registers. *HGMMA*, *HMMA*: tensor-core "
+            "instructions in the code (warp-group and warp products).",
             markdown_table(HEADERS, [row(result) for result in results]),
         ]
     )

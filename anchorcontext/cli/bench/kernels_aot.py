@@ -21,7 +21,11 @@ def kernels_aot(head_dims: str, markdown: Path | None) -> Outcome:
 
     Takes some minutes; what was compiled once comes from Triton's cache.
     """
-    from anchorcontext.bench.kernels_aot import bench_kernels_aot, kernels_aot_markdown
+    from anchorcontext.bench.kernels_aot import (
+        bench_kernels_aot,
+        kernels_aot_markdown,
+        triton_release,
+    )
     from anchorcontext.kernels.aot import HEAD_DIMS
     from anchorcontext.markdown import write_section
 
@@ -32,6 +36,7 @@ def kernels_aot(head_dims: str, markdown: Path | None) -> Outcome:
     results = bench_kernels_aot([int(part) for part in parts], echo)
     if markdown is not None and is_main_rank():
         line = f"anchorcontext bench kernels-aot --head-dims {head_dims} --markdown {markdown}"
-        write_section(markdown, "kernels-aot", kernels_aot_markdown(results, line))
+        section = f"kernels-aot-{triton_release()}"
+        write_section(markdown, section, kernels_aot_markdown(results, line))
         echo(f"written to {markdown}")
     return Outcome(results)
