@@ -46,8 +46,8 @@ def anchor_counted_twice():
 
     real = attention._forward
 
-    def twice(q, k, v, plan, scale):
-        state = real(q, k, v, plan, scale)
+    def twice(q, k, v, plan, scale, rotations):
+        state = real(q, k, v, plan, scale, rotations)
         if plan.sp_size > 1:
             keys = attention._KeyTravel(k, v, plan)
             list(keys)
