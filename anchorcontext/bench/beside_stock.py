@@ -50,18 +50,19 @@ def train_beside_stock(
     plan = make_plan(window)
     local = shard(window, plan, device)
     descents = _Descent(ours.causal_lm), _Descent(stock)
-    worst = 0.0
+    differences = []
     for _ in range(steps):
         loss_sum, count = ours(local.input_ids, local.position_ids, local.labels, plan)
         losses = loss_sum / count, stock_loss(stock, window) / window.num_targets
         for loss, descent in zip(losses, descents, strict=True):
             loss.backward()
             descent.step()
-        worst = max(worst, abs(float(losses[0].detach()) / float(losses[1].detach()) - 1))
+        differences.append(abs(float(losses[0].detach()) / float(losses[1].detach()) - 1))
     change, expected = (descent.change() for descent in descents)
     weights = float((change - expected).norm() / expected.norm())
-    name = plan.engine(device, dtype).name
-    return TrainingDifference(str(dtype).removeprefix("torch."), name, steps, worst, weights)
+    name, short = plan.engine(device, dtype).name, str(dtype).removeprefix("torch.")
+    worst = float(torch.tensor(differences).max())  # NaN where one of them is
+    return TrainingDifference(short, name, steps, worst, weights)
 
 
 class _Descent:

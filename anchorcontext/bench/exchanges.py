@@ -172,9 +172,9 @@ class _Case:
             mine = mine.index_select(2, self.real).double()
             theirs = whole.index_select(2, self.tokens).double()
             if mine.numel():
-                # A NaN is the largest error there is.
-                difference = torch.nan_to_num((mine - theirs).abs(), nan=torch.inf).max()
-                worst = max(worst, float(difference / whole.abs().max()))
+                error = (mine - theirs).abs().max() / whole.abs().max()
+                # A NaN, of the whole window's results too, is the largest error there is.
+                worst = max(worst, float(torch.nan_to_num(error, nan=torch.inf)))
         return worst
 
     def seconds(self, control: Control) -> float:

@@ -21,6 +21,8 @@ def measured(rank, world_size, spoil=None):
 
     def spoiled(q, k, v, plan):
         out = attend(q, k, v, plan)
+        if plan.group is None and spoil == "one device":
+            return out * torch.nan
         if plan.group is None or rank != 1:
             return out
         if spoil == "bytes":
@@ -46,7 +48,10 @@ def test_all_exchanges_and_layouts_are_measured_and_right():
         assert len(table_row(result)) == len(HEADERS) and table_row(result)[-1] == ""
 
 
-@pytest.mark.parametrize(("spoil", "said"), [("numbers", "WRONG"), ("bytes", "WRONG BYTES")])
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [("numbers", "WRONG"), ("one device", "WRONG"), ("bytes", "WRONG BYTES")],
+)
 def test_what_one_rank_does_wrong_is_told(spoil, said):
     for results in run_distributed(measured, 2, spoil):
         assert not any(result.passed for result in results)

@@ -89,6 +89,22 @@ def test_rope_that_an_engine_forgets_and_rows_that_depend_on_others_are_failures
     assert "exact rows in float32" in failed and "exact rows in bfloat16" in failed
 
 
+def test_a_nan_in_one_gradient_is_above_every_limit(tmp_path, monkeypatch):
+    real = CpuEngine.backward
+
+    def spoiled(self, *arguments):
+        real(self, *arguments)
+        arguments[-1][:] = torch.nan  # dv: none of the other tensors' errors is one
+
+    monkeypatch.setattr(CpuEngine, "backward", spoiled)
+    check = gpu_check.Check(tmp_path, CPU, {})
+    gpu_check._settings(check)
+    gpu_check._training(check)
+    failed = [failure.split(":")[0] for failure in check.failures]
+    assert failed.count("RoPE by the engine in float32") == 1
+    assert failed.count("training in float32") == failed.count("training in bfloat16") == 1
+
+
 def test_an_engine_that_breaks_while_timed_takes_no_other_along(tmp_path, monkeypatch):
     def broken(self, *args):
         raise RuntimeError("out of resources")
