@@ -146,7 +146,8 @@ def _over_loss_limit(
 def run_micro_batch(engine: DeepSpeedEngine, plan: Plan, scale: float, meter: StepMeter) -> None:
     """Forward and backward of one micro-batch; the gradient is ``scale`` times the loss's.
 
-    Nothing here waits for the device, so that the next micro-batch is queued while it works.
+    Nothing here waits for the device, so that the next micro-batch is queued while it works; but
+    where the engine rotates, the model reads the positions first.
     """
     plan.meter.measure_on(engine.device)
     with meter.timed("forward_backward"):
