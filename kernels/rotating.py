@@ -44,6 +44,8 @@ class RotatingEngine:
         """Merge the tiles' and the anchors' attention into ``state``, in place; q, k and the
         anchors' keys come unrotated."""
         assert rotation is not None, "get_engine wraps for plans that have rotations"
+        if _nothing_to_do(tiles, anchors):
+            return
         q_turned, k_turned, v_cast, anchors = _turned(q, k, v, anchors, rotation)
         forward_with_anchors_(self.inner, q_turned, k_turned, v_cast, tiles, scale, state, anchors)
 
@@ -67,6 +69,8 @@ class RotatingEngine:
     ) -> None:
         """Add the gradients of the unrotated q, k, anchors and of v, in place."""
         assert rotation is not None, "as in forward"
+        if _nothing_to_do(tiles, anchors):
+            return
         dtype = accumulator_dtype(q.dtype)
         q_turned, k_turned, v_cast, turned = _turned(q, k, v, anchors, rotation)
         dq_turned, dk_turned = torch.zeros_like(q_turned), torch.zeros_like(k_turned)
@@ -83,6 +87,10 @@ class RotatingEngine:
             assert rotation.anchor_cos is not None and rotation.anchor_sin is not None
             d_anchors[:, 0] += rotate(d_turned[:, 0], rotation.anchor_cos, -rotation.anchor_sin)
             d_anchors[:, 1] += d_turned[:, 1]
+
+
+def _nothing_to_do(tiles: Tiles, anchors: AnchorKeys | None) -> bool:
+    return not len(tiles) and (anchors is None or not len(anchors.queries))
 
 
 def _turned(

@@ -51,7 +51,7 @@ def check_rotation(model: PreTrainedModel) -> None:
     for (layer, *expected), (_, *heads) in zip(rotated, unrotated, strict=True):
         for x, y in zip(heads, expected, strict=True):
             turned = rotate(x[0].transpose(0, 1), rotation.q_cos, rotation.q_sin).transpose(0, 1)
-            if (turned - y[0].float()).norm() > TOLERANCE * turned.norm():
+            if not (turned - y[0].float()).norm() <= TOLERANCE * turned.norm():
                 raise UserError(
                     f"{names[layer]} of {type(model).__name__} does not rotate as an engine does "
                     "(column d with column d + D / 2 of every head): "

@@ -101,7 +101,9 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
     device = torch.device("cpu")
     if use_cuda:
         # DeepSpeed takes LOCAL_RANK for the device's number, too.
-        launch = replace(launch, local_rank=gpu_index(launch, torch.cuda.device_count()))
+        on_node = os.environ.get("SLURM_GPUS_ON_NODE")
+        index = gpu_index(launch, torch.cuda.device_count(), int(on_node) if on_node else None)
+        launch = replace(launch, local_rank=index)
         device = torch.device("cuda", launch.local_rank)
         torch.cuda.set_device(device)
     tell_deepspeed_the_accelerator()
@@ -122,18 +124,25 @@ def start_process(timeout: timedelta = GROUP_TIMEOUT) -> Process:
     return Process(launch, device, Control.create(), owns_group)
 
 
-def gpu_index(launch: LaunchEnvironment, visible: int) -> int:
+def gpu_index(launch: LaunchEnvironment, visible: int, on_node: int | None = None) -> int:
     """Which of the ``visible`` GPUs is this process's.
+
+    Args:
+        on_node: GPUs that SLURM gave the job on this host, where it says so.
 
     Raises:
         UserError: there are fewer of them than processes on this host.
     """
+    there = visible
     if launch.launcher == "srun" and visible == 1:
-        return 0  # srun --gpus-per-task=1 shows each task its own one
-    if launch.local_rank >= visible:
+        # srun --gpus-per-task=1 shows each task its own one.
+        if on_node is None or launch.local_rank < on_node:
+            return 0
+        there = on_node
+    if launch.local_rank >= there:
         raise UserError(
-            f"local rank {launch.local_rank} has no GPU: this host shows {visible}; start one "
-            "process per GPU (torchrun --nproc-per-node)"
+            f"local rank {launch.local_rank} has no GPU: this host shows {there}; start one "
+            "process per GPU (torchrun --nproc-per-node, srun --ntasks-per-node)"
         )
     return launch.local_rank
 

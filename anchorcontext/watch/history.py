@@ -17,7 +17,14 @@ from .jsonl import read_metrics
 from .redact import redact
 from .summary import METRICS_FILE, RunSummary, summarize
 
-PROBLEMS = ("not_finite", "loss_spike", "gradient_spike", "checkpoint_failed", "failed")
+PROBLEMS = (
+    "not_finite",
+    "loss_spike",
+    "gradient_spike",
+    "checkpoint_failed",
+    "parity_left_out",
+    "failed",
+)
 """Events that somebody should look at."""
 PARTS = ("data", "exchange", "compute", "optimizer", "other")
 """What the seconds of a step are made of."""

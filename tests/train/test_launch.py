@@ -85,6 +85,9 @@ def test_a_process_takes_its_own_gpu():
     assert gpu_index(LaunchEnvironment(5, 8, 1, "torchrun"), visible=4) == 1
     # srun --gpus-per-task=1: every task sees one, its own.
     assert gpu_index(LaunchEnvironment(5, 8, 1, "srun"), visible=1) == 0
+    assert gpu_index(LaunchEnvironment(5, 8, 1, "srun"), visible=1, on_node=2) == 0
+    with pytest.raises(UserError, match="local rank 1 has no GPU: this host shows 1;"):
+        gpu_index(LaunchEnvironment(5, 8, 1, "srun"), visible=1, on_node=1)
     for launcher, local_rank, visible in (("torchrun", 1, 1), ("srun", 4, 4)):
         with pytest.raises(UserError, match=rf"local rank {local_rank} has no GPU: .* {visible};"):
             gpu_index(LaunchEnvironment(5, 8, local_rank, launcher), visible)
