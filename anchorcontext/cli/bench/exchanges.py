@@ -59,13 +59,11 @@ def exchanges(
         repeats=repeats,
     )
     results = []
-    try:
-        for result in measure(settings, mesh, process.control, process.device):
-            results.append(result)
-            if is_main_rank() and not result.passed:
-                echo(" ".join(table_row(result)))
-    finally:
-        process.close()
+    for result in measure(settings, mesh, process.control, process.device):
+        results.append(result)
+        if is_main_rank() and not result.passed:
+            echo(" ".join(table_row(result)))
+    process.close()
     where = (
         f"{mesh.dp} x {counted(mesh.sp, 'rank')}, {measured_on(process.device)}, {kind}, "
         f"{settings.tokens:,} tokens of {mix}"
