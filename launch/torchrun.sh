@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run an anchorcontext command on every rank with torchrun.
 #
-#   launch/torchrun.sh COMMAND CONFIG [KEY=VALUE]...
+#   launch/torchrun.sh COMMAND [ARGUMENTS], as: train CONFIG [KEY=VALUE]...
 #
 # One machine:   RANKS=8 launch/torchrun.sh train configs/llama3_8b_64k_anchor.yaml
 # Four machines, on each of them, with NODE=0..3:

@@ -170,6 +170,13 @@ def _fresh(section: ModelSection, vocab_size: int | None) -> PreTrainedConfig:
             f"model.scratch has keys that a {model_type} config does not know: "
             f"{', '.join(unknown)}; remove or correct them"
         )
+    text = config.get_text_config()
+    padding = getattr(text, "pad_token_id", None)
+    if padding is not None and not -text.vocab_size <= padding < text.vocab_size:
+        raise UserError(
+            f"model.scratch.pad_token_id = {padding} for a vocabulary of {text.vocab_size} (it may "
+            f"be the default of {model_type}): set it to null, or to one of the ids"
+        )
     return config
 
 

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from anchorcontext.kernels import cpu_library
+
 from ..config import Config, config_hash, flat_values
 from ..errors import UserError
 
@@ -183,6 +185,9 @@ def versions() -> dict[str, str]:
             found[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             found[package] = "not installed"
+    if not torch.cuda.is_available():
+        # Attention through torch alone differs in rounding.
+        found["C compiler"] = "there" if cpu_library.why_not() is None else "missing"
     # torch's own number carries the build (+cpu, +cu128), the metadata's may not.
     return found | {"torch": torch.__version__}
 

@@ -128,6 +128,10 @@ def test_contradicting_bases_in_the_folder_are_an_error(folder):
     [
         ({"scratch": {**SCRATCH, "model_type": "lama"}}, "lama"),
         ({"scratch": {**SCRATCH, "hiden_size": 3}}, "hiden_size"),
+        (
+            {"scratch": {**SCRATCH, "pad_token_id": 128004}},
+            r"pad_token_id = 128004.*set it to null",
+        ),
         ({"scratch": {**SCRATCH, "vocab_size": 50}}, "tokenizer of 100"),
         ({"scratch": {**SCRATCH, "model_type": "mistral"}}, "sliding_window = 4096"),
         ({"scratch": {**SCRATCH, "num_attention_heads": 5}}, "not a multiple of the number of att"),

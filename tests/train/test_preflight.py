@@ -3,6 +3,7 @@
 import dataclasses
 import os
 import re
+import shutil
 import socket
 from functools import partial
 
@@ -58,6 +59,19 @@ def test_another_version_is_named_with_its_host(tiny):
     text = the_message(2, [tiny()], older_torch)
     assert re.search(rf"versions: torch \S+ on rank 0 \({HOST}\); 2.0.0 on rank 1 \(n2\)", text)
     assert "numpy" not in text
+
+
+def without_a_compiler(rank):
+    if rank == 1:
+        from anchorcontext.kernels import cpu_library
+
+        cpu_library._missing = lambda: "no compiler"
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+def test_ranks_of_which_one_attends_without_the_c_kernel_are_named(tiny):
+    text = the_message(2, [tiny()], without_a_compiler)
+    assert f"C compiler there on rank 0 ({HOST}); missing on rank 1 ({HOST})" in text
 
 
 def other_windows(rank):
