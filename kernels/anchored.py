@@ -34,6 +34,11 @@ class AnchorKeys:
     queries: np.ndarray
 
 
+def nothing_to_do(tiles: Tiles, anchors: AnchorKeys | None) -> bool:
+    """Whether a call shows no query a key."""
+    return not len(tiles) and (anchors is None or not len(anchors.queries))
+
+
 def forward_with_anchors_(
     engine: Engine,
     q: torch.Tensor,

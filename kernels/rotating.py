@@ -9,7 +9,12 @@ from __future__ import annotations
 
 import torch
 
-from .anchored import AnchorKeys, backward_with_anchors_, forward_with_anchors_
+from .anchored import (
+    AnchorKeys,
+    backward_with_anchors_,
+    forward_with_anchors_,
+    nothing_to_do,
+)
 from .interface import Engine, SoftmaxState, Tiles, accumulator_dtype
 from .rotation import Rotation, rotate
 
@@ -44,7 +49,7 @@ class RotatingEngine:
         """Merge the tiles' and the anchors' attention into ``state``, in place; q, k and the
         anchors' keys come unrotated."""
         assert rotation is not None, "get_engine wraps for plans that have rotations"
-        if _nothing_to_do(tiles, anchors):
+        if nothing_to_do(tiles, anchors):
             return
         q_turned, k_turned, v_cast, anchors = _turned(q, k, v, anchors, rotation)
         forward_with_anchors_(self.inner, q_turned, k_turned, v_cast, tiles, scale, state, anchors)
@@ -69,7 +74,7 @@ class RotatingEngine:
     ) -> None:
         """Add the gradients of the unrotated q, k, anchors and of v, in place."""
         assert rotation is not None, "as in forward"
-        if _nothing_to_do(tiles, anchors):
+        if nothing_to_do(tiles, anchors):
             return
         dtype = accumulator_dtype(q.dtype)
         q_turned, k_turned, v_cast, turned = _turned(q, k, v, anchors, rotation)
@@ -87,10 +92,6 @@ class RotatingEngine:
             assert rotation.anchor_cos is not None and rotation.anchor_sin is not None
             d_anchors[:, 0] += rotate(d_turned[:, 0], rotation.anchor_cos, -rotation.anchor_sin)
             d_anchors[:, 1] += d_turned[:, 1]
-
-
-def _nothing_to_do(tiles: Tiles, anchors: AnchorKeys | None) -> bool:
-    return not len(tiles) and (anchors is None or not len(anchors.queries))
 
 
 def _turned(

@@ -23,7 +23,7 @@ import torch
 from anchorcontext.errors import UserError
 
 from . import triton_config
-from .anchored import AnchorKeys
+from .anchored import AnchorKeys, nothing_to_do
 from .interface import SoftmaxState, Tiles
 from .rotation import Rotation
 from .triton_config import Config
@@ -126,7 +126,7 @@ class TritonEngine:
             UserError: as `forward`.
         """
         _check(q, scale, rotation)
-        if not len(tiles) and (anchors is None or not len(anchors.queries)):
+        if nothing_to_do(tiles, anchors):
             return
         call = Call(q, k, v, tiles, scale, anchors, rotation, self.precision)
         dout = rows(dout)

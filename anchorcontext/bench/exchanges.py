@@ -18,6 +18,7 @@ import torch
 
 from ..errors import UserError
 from ..parallel import Mesh, Plan, distributed_attention, make_plan
+from ..plan.heads import heads_divide
 from ..plan.mixes import mix_lengths
 from ..train.control import Control
 from ..window import Window
@@ -104,9 +105,7 @@ def measure(
 def _options(exchange: str, sp: int, heads: tuple[int, int]) -> dict | None:
     """How `make_plan` is asked for an exchange; None where heads or ranks do not divide."""
     team = sp if exchange == "ulysses" else 2 if exchange == "hybrid" else 1
-    num_heads, num_kv_heads = heads
-    fits = num_heads % team == 0 and (num_kv_heads % team == 0 or team % num_kv_heads == 0)
-    if not fits or sp % team or (exchange == "hybrid" and sp < 4):
+    if not heads_divide(*heads, team) or sp % team or (exchange == "hybrid" and sp < 4):
         return None
     return {"exchange": "ring", "ulysses": 2} if team == 2 < sp else {"exchange": exchange}
 

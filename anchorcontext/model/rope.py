@@ -142,7 +142,7 @@ def expected_inv_freq(config: PreTrainedConfig) -> tuple[np.ndarray, float]:
     text = config.get_text_config()
     rope = _parameters(text)
     kind, theta = rope["rope_type"], float(rope["rope_theta"])
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = head_size(text)
     dim = int(head_dim * (rope.get("partial_rotary_factor") or 1.0))
     exponent = np.arange(0, dim, 2, dtype=np.float64) / dim
     inv_freq = theta**-exponent
@@ -199,6 +199,11 @@ def verify_rope(model: nn.Module, config: PreTrainedConfig | None = None) -> Non
                 f"{name}.attention_scaling is {scaling:.9g}, the config describes {factor:.9g}; "
                 "rebuild the model from the config"
             )
+
+
+def head_size(text: PreTrainedConfig) -> int:
+    """D, columns of a head, of a text config."""
+    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
 
 
 def rotary_modules(model: nn.Module) -> dict[str, Any]:
@@ -278,7 +283,7 @@ def _check_parameters(
 ) -> None:
     kind = new["rope_type"]
     if kind == "dynamic" and (rope_type or factor or max_position_embeddings):
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        head_dim = head_size(text)
         original = text.max_position_embeddings
         length = max_position_embeddings or original
         theta = fixed_dynamic_theta(

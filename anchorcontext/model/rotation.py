@@ -17,7 +17,7 @@ from anchorcontext.kernels import Rotation
 
 from ..errors import UserError
 from ..parallel import Plan, check_positions, plan_rotations
-from .rope import rotary_modules
+from .rope import head_size, rotary_modules
 
 
 class EngineRotary(nn.Module):
@@ -80,8 +80,7 @@ def leave_rotation_to_engine(model: PreTrainedModel, rounded: bool) -> None:
             "needs one for all layers; set it to fp32"
         )
     ((place, rotary),) = modules.items()
-    text = model.config.get_text_config()
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    head_dim = head_size(model.config.get_text_config())
     if 2 * len(rotary.inv_freq) != head_dim:
         raise UserError(
             f"{name} rotates {2 * len(rotary.inv_freq)} of {head_dim} columns of a head: {kind} "

@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...errors import UserError
-from ...model.rope import expected_inv_freq
+from ...model.rope import expected_inv_freq, head_size
 from ...weights import folder_digest
 from ..checks import at_least
 from ..models import Setting, lab_model, read_config
@@ -310,8 +310,7 @@ def capture(
 def normal_heads(config: PreTrainedConfig, tokens: int, seed: int) -> Heads:
     """Standard normal q, k and v on the grid of bf16, with the RoPE and head dimension of a
     config."""
-    text = config.get_text_config()
-    dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    dim = head_size(config.get_text_config())
     generator = torch.Generator().manual_seed(seed)
     shape = (NORMAL_HEADS, tokens, dim)
     q, k, v = (torch.randn(shape, generator=generator).bfloat16().double() for _ in range(3))
